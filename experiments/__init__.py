@@ -1,0 +1,1 @@
+"""Studies that produce published results."""

@@ -1,0 +1,221 @@
+"""Engines against a plain list of K and V: whatever is appended comes back, piece by piece."""
+
+import itertools
+
+import pytest
+import torch
+
+from xsparse.kv import host
+from xsparse.kv.offload import OffloadEngine
+from xsparse.kv.resident import ResidentEngine
+from xsparse.kv.shape import CacheShape
+
+BLOCK, RATIO, CHUNK, LAYERS, HEADS, D = 8, 4, 32, 3, 2, 4
+CPU = torch.device("cpu")
+SHAPE = CacheShape(LAYERS, 2 * HEADS, HEADS, D, BLOCK, RATIO, CHUNK, torch.float32, CPU)
+
+
+def gather(source, index, out):
+    out.copy_(source[index.long()])
+
+
+def engines(**changes):
+    """Every engine, transfer, digest and slot count."""
+    yield "resident", ResidentEngine(SHAPE)
+    for transfer, digest in itertools.product(
+        ("ring", "gather"), ("none", "streamed", "resident_k", "strided_k", "minmax")
+    ):
+        for slots in (2, 3, 8):
+            engine = OffloadEngine(
+                SHAPE,
+                transfer=transfer,
+                digest=digest,
+                ring_slots=slots,
+                stride=4,
+                gather=gather,
+                **changes,
+            )
+            yield f"{transfer}-{digest}-{slots}", engine
+
+
+ALL = dict(engines())
+
+
+@pytest.fixture(params=ALL)
+def engine(request):
+    engine = ALL[request.param]
+    engine.reset()
+    return engine
+
+
+def fill(engine, pieces, seed=0):
+    """Append pieces of the given sizes to every layer; returns K, V [layers, heads, n, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(2, LAYERS, HEADS, sum(pieces), D, generator=generator)
+    start = 0
+    for size in pieces:
+        for layer in range(LAYERS):
+            rows = slice(start, start + size)
+            engine.append(layer, kv[0, layer, :, rows], kv[1, layer, :, rows])
+        start += size
+    return kv
+
+
+# A prompt in chunks, tails of every kind, and decode steps across block and page edges.
+SEQUENCES = [
+    [1],
+    [7],
+    [8],
+    [9],
+    [32, 32, 5],
+    [32, 32, 32],
+    [24, 8, 32, 1],
+    [32, 31] + [1] * 40,
+    [13, 20, 32, 3],
+]
+
+
+def last_layer(engine, pieces):
+    """Only the layer that was appended last is still the current chunk of the engine."""
+    return LAYERS - 1
+
+
+@pytest.mark.parametrize("pieces", SEQUENCES, ids=str)
+def test_windows_give_back_every_token(engine, pieces):
+    k, v = fill(engine, pieces)
+    layer, n = last_layer(engine, pieces), sum(pieces)
+    blocks = SHAPE.blocks(n)
+    wanted = torch.ones(HEADS, blocks, dtype=torch.bool)
+    pages = torch.ones(SHAPE.pages(n), dtype=torch.bool)
+    seen = torch.zeros(HEADS, blocks, dtype=torch.int)
+    for window in engine.windows(layer, wanted, pages):
+        tiles = window.tiles
+        for head in range(HEADS):
+            for column, block in enumerate(tiles.blocks[head].tolist()):
+                if block < 0:
+                    continue
+                seen[head, block] += 1
+                rows = slice(block * BLOCK, min(n, (block + 1) * BLOCK))
+                size = rows.stop - rows.start
+                got_k = tiles.k_pool[tiles.k_index[head, column]]
+                got_v = tiles.v_pool[tiles.v_index[head, column]]
+                assert torch.equal(got_k[:size], k[layer, head, rows])
+                assert torch.equal(got_v[:size], v[layer, head, rows])
+                assert torch.isfinite(got_k).all()
+                assert torch.isfinite(got_v).all()
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("pieces", SEQUENCES, ids=str)
+def test_dense_parts_are_the_sequence_in_order(engine, pieces):
+    k, v = fill(engine, pieces)
+    parts = [(a.clone(), b.clone(), c) for a, b, c in engine.dense_parts(LAYERS - 1)]
+    assert torch.equal(torch.cat([p[0] for p in parts], 1), k[LAYERS - 1])
+    assert torch.equal(torch.cat([p[1] for p in parts], 1), v[LAYERS - 1])
+    assert [p[2] for p in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1][0].shape[1] >= pieces[-1]
+
+
+def test_only_what_was_asked_for_comes_back():
+    for name, engine in engines():
+        if name.startswith("resident"):
+            continue
+        fill(engine, [32, 32, 32, 10])
+        wanted = torch.zeros(HEADS, 14, dtype=torch.bool)
+        wanted[0, 0] = wanted[0, 5] = wanted[1, 9] = True
+        pages = torch.tensor([True, True, True, False])
+        before = engine.traffic.h2d
+        windows = list(engine.windows(2, wanted, pages))
+        moved = engine.traffic.h2d - before
+        halves = 1 if "resident_k" in name else 2
+        tile = BLOCK * D * 4
+        if name.startswith("gather"):
+            assert moved == halves * 3 * tile, name
+            blocks = windows[0].tiles.blocks
+            assert [[b for b in row if b >= 0] for row in blocks.tolist()] == [[0, 5], [9]]
+        else:
+            assert moved == 3 * halves * HEADS * RATIO * tile, name
+
+
+def test_a_second_sequence_sees_nothing_of_the_first(engine):
+    fill(engine, [32, 32, 20], seed=1)
+    engine.reset()
+    k, v = fill(engine, [32, 9], seed=2)
+    parts = [(a.clone(), b.clone()) for a, b, _ in engine.dense_parts(LAYERS - 1)]
+    assert torch.equal(torch.cat([p[0] for p in parts], 1), k[LAYERS - 1])
+    assert torch.equal(torch.cat([p[1] for p in parts], 1), v[LAYERS - 1])
+
+
+def test_bytes_to_the_host_are_the_complete_blocks():
+    engine = OffloadEngine(SHAPE, digest="none")
+    fill(engine, [32, 32, 13])
+    assert engine.traffic.d2h == LAYERS * (72 * 2 * HEADS * D * 4)
+    assert engine.traffic.h2d == 0
+
+
+def test_digests_show_k_of_the_whole_sequence():
+    for pieces in SEQUENCES:
+        n = sum(pieces)
+        engine = OffloadEngine(SHAPE, digest="strided_k", stride=4)
+        k, _ = fill(engine, pieces)
+        assert torch.equal(engine.keys(2).strided(4), k[2][:, ::4])
+
+        engine = OffloadEngine(SHAPE, digest="minmax")
+        k, _ = fill(engine, pieces)
+        low, high = engine.keys(2).minmax(BLOCK)
+        for block in range(SHAPE.blocks(n)):
+            rows = k[2][:, block * BLOCK : (block + 1) * BLOCK]
+            assert torch.equal(low[:, block], rows.amin(1))
+            assert torch.equal(high[:, block], rows.amax(1))
+
+        for digest in ("streamed", "resident_k"):
+            engine = OffloadEngine(SHAPE, digest=digest)
+            k, _ = fill(engine, pieces)
+            for _ in range(2):
+                got = [(start, piece.clone()) for start, piece in engine.keys(2).pieces()]
+                assert torch.equal(torch.cat([piece for _, piece in got], 1), k[2])
+                starts = [0, *itertools.accumulate(piece.shape[1] for _, piece in got)][:-1]
+                assert [start for start, _ in got] == starts
+
+
+def test_streaming_keys_twice_costs_their_bytes_twice():
+    engine = OffloadEngine(SHAPE, digest="streamed")
+    fill(engine, [32, 32, 32])
+    before = engine.traffic.h2d
+    for _ in range(2):
+        list(engine.keys(2).pieces())
+    assert engine.traffic.h2d - before == 2 * (64 * HEADS * D * 4)
+
+
+def test_a_digest_that_does_not_hold_k_says_so():
+    engine = OffloadEngine(SHAPE, digest="minmax")
+    fill(engine, [9])
+    with pytest.raises(ValueError, match="digest=minmax"):
+        engine.keys(0).keys()
+    with pytest.raises(ValueError, match="digest=minmax"):
+        engine.keys(0).strided(4)
+
+
+def test_host_memory_that_does_not_fit_is_refused_with_numbers(monkeypatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 3_000)
+    engine = OffloadEngine(SHAPE, digest="none")
+    with pytest.raises(MemoryError, match=r"needs 0\.0 GB .* 1024 tokens, 0\.0 GB"):
+        engine.reserve(1000)
+    assert engine.store is None
+    with pytest.raises(MemoryError, match=r"1\.0 GB are available"):
+        OffloadEngine(SHAPE, digest="none", limit_bytes=10**9).reserve(10**8)
+
+
+def test_memory_counts_every_buffer():
+    engine = OffloadEngine(SHAPE, digest="resident_k", ring_slots=3)
+    engine.reserve(100)
+    page = 2 * HEADS * RATIO * BLOCK * D * 4
+    memory = engine.memory()
+    assert memory.host == {"pages": LAYERS * 4 * page}
+    assert memory.digest == LAYERS * 4 * page // 2
+    assert memory.device == {
+        "chunks": 2 * 3 * page,
+        "open_block": LAYERS * 2 * HEADS * BLOCK * D * 4,
+        "ring": 3 * page,
+        "gathered": 0,
+    }

@@ -1,0 +1,105 @@
+"""What is counted while a prompt runs: densities, bytes, stage times.
+
+The four densities, each a ratio of sums over layers, heads and chunks (and samples), prefill only:
+
+mask_density      kept / causal (query head, query block, key block) triples
+page_density      pages in the reduced set, united over KV heads / pages of history
+transfer_ratio    bytes host to device, estimation included / K and V bytes of all history
+executed_density  triples the attention kernel computed, padding included / causal triples
+
+Sums stay on the device and are read once per prompt; nothing here waits inside the layer loop.
+Decode steps are counted apart (`decode_*`).
+"""
+
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+STAGES = ("estimate", "select", "transfer", "attend", "sync")
+
+
+class Counters:
+    """Sums by name, and seconds by stage."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        self._host: dict[str, int] = defaultdict(int)
+        self._device: dict[str, Tensor] = {}
+        self._spans: list[tuple[list[str], torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self._open: list[str] = []
+
+    def add(self, name: str, value: Tensor | int) -> None:
+        """Add a number known on the host, or a 0-d tensor that stays where it is."""
+        if isinstance(value, Tensor):
+            value = value.to(torch.float64)
+            if name in self._device:
+                self._device[name] += value
+            else:
+                self._device[name] = value.clone()
+        else:
+            self._host[name] += value
+
+    @contextmanager
+    def stage(self, name: str):
+        """Time the body: between two events on CUDA, on the wall clock elsewhere.
+
+        A stage inside another is taken off the outer one.
+        """
+        self._open.append(name)
+        nest = self._open[-2:]
+        try:
+            if self.device.type == "cuda":
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
+                begin.record()
+                yield
+                end.record()
+                self._spans.append((nest, begin, end))
+            else:
+                begin_s = time.perf_counter()
+                yield
+                self._book(nest, time.perf_counter() - begin_s)
+        finally:
+            self._open.pop()
+
+    def _book(self, nest: list[str], seconds: float) -> None:
+        self._seconds[nest[-1]] += seconds
+        if len(nest) == 2:
+            self._seconds[nest[0]] -= seconds
+
+    def stages_s(self) -> dict[str, float]:
+        """Seconds by stage; waits for the device."""
+        if self._spans:
+            torch.cuda.synchronize(self.device)
+            for nest, begin, end in self._spans:
+                self._book(nest, begin.elapsed_time(end) / 1e3)
+            self._spans.clear()
+        return dict(self._seconds)
+
+    def read(self) -> dict[str, int | float]:
+        """Every sum as a number; waits for the device once."""
+        read: dict[str, int | float] = dict(self._host)
+        if self._device:
+            values = torch.stack(list(self._device.values())).tolist()
+            for name, value in zip(self._device, values, strict=True):
+                read[name] = read.get(name, 0) + (int(value) if value == int(value) else value)
+        return read
+
+
+def density(kept: float | None, of: float | None) -> float | None:
+    """kept / of; None where there is nothing to divide by."""
+    return kept / of if kept is not None and of else None
+
+
+def causal_triples(q_heads: int, q_start: int, q_tokens: int, block_size: int) -> int:
+    """(query head, query block, key block) triples on or below the diagonal for a chunk."""
+    first = q_start // block_size
+    last = (q_start + q_tokens - 1) // block_size
+    return q_heads * sum(range(first + 1, last + 2))

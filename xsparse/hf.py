@@ -1,0 +1,187 @@
+"""Binding a Session to a transformers decoder, through the library's own attention interface.
+
+The attention function never sees the cache and `generate` refuses extra arguments, so the session
+is bound to the model's attention modules while attached and everything is put back on exit.
+Batches, padding, sliding windows and soft-capping are refused where they would be wrong.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+
+from xsparse.attention import Session
+from xsparse.kv.shape import CacheShape
+from xsparse.models import check_supported
+
+NAME = "xsparse"
+# Keyword arguments that a decoder may hand to attention and that change nothing here.
+HARMLESS = {"position_ids", "cache_position", "use_cache", "position_embeddings", "is_causal"}
+
+
+class SessionLayer(DynamicLayer):
+    """A cache layer that keeps nothing itself: the engine does."""
+
+    def __init__(self, session: Session, layer: int):
+        super().__init__()
+        self.session, self.layer = session, layer
+        self.pending = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        self.pending = True
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.session.engine.lengths[self.layer]
+
+    def reset(self) -> None:
+        self.session.reset()
+
+    def crop(self, *args: Any) -> None:
+        raise ValueError("xsparse: a cache cannot be cropped (assisted decoding is not supported)")
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = crop
+
+
+class SessionCache(Cache):
+    """What the model sees as its cache."""
+
+    def __init__(self, session: Session):
+        super().__init__(
+            layers=[SessionLayer(session, i) for i in range(session.engine.shape.layers)]
+        )
+        self.session = session
+
+
+def cache_shape(
+    model: PreTrainedModel, *, block_size: int, block_size_ratio: int, chunk_size: int
+) -> CacheShape:
+    """The shape of a model's KV cache under a configuration."""
+    config = model.config
+    heads = config.num_attention_heads
+    return CacheShape(
+        layers=config.num_hidden_layers,
+        q_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        block_size=block_size,
+        block_size_ratio=block_size_ratio,
+        chunk_size=chunk_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+@contextmanager
+def bound(model: PreTrainedModel, session: Session) -> Iterator[SessionCache]:
+    """The model attends through `session` inside the body; restored on exit, also after an error.
+
+    Every forward call gets the session's cache. A call that brings no cache of this session begins
+    a new sequence. Raises ValueError for a model, a batch or an argument that is not supported.
+    """
+    check_supported(model.config, type(model))
+    if getattr(model, "_xsparse_bound", False):
+        raise ValueError("xsparse: the model is attached already; leave that context first")
+    modules = _attention_modules(model)
+    cache = SessionCache(session)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    before = model.config._attn_implementation
+    key = cache_argument(model)
+    hook = model.register_forward_pre_hook(_on_forward(cache, key), with_kwargs=True)
+    try:
+        model.config._attn_implementation = NAME
+        model._xsparse_bound = True  # type: ignore[assignment]
+        for module in modules:
+            module._xsparse = cache  # type: ignore[assignment]
+        yield cache
+    finally:
+        hook.remove()
+        model.config._attn_implementation = before
+        del model._xsparse_bound
+        for module in modules:
+            module.__dict__.pop("_xsparse", None)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """`cache` from transformers 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
+    if not modules:
+        raise ValueError(f"model={type(model).__name__}: no attention module with layer_idx")
+    return modules
+
+
+def _on_forward(cache: SessionCache, key: str):
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        ids = args[0] if args else kwargs.get("input_ids")
+        if ids is None:
+            ids = kwargs.get("inputs_embeds")
+        if ids is not None and ids.shape[0] != 1:
+            raise ValueError(f"xsparse: batch size {ids.shape[0]}: allowed is 1")
+        if len(args) > 3:
+            raise ValueError("xsparse: pass the cache by keyword, not by position")
+        given = {name: kwargs.pop(name, None) for name in ("cache", "past_key_values")}
+        brought = next((c for c in given.values() if c is not None), None)
+        session = cache.session
+        if brought is not cache:
+            if brought is not None and brought.get_seq_length():
+                raise ValueError("xsparse: a filled cache of another kind cannot be continued")
+            session.reset()
+        if ids is not None:
+            session.decoding = (
+                session.phase == "auto" and ids.shape[1] == 1 and (session.engine.length > 0)
+            )
+        kwargs[key] = cache
+        kwargs["use_cache"] = True
+        return args, kwargs
+
+    return hook
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """No mask: causality is the engine's. A 2-D mask with a zero means padding."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError("xsparse: padded input is not supported; pass one unpadded sequence")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query: [1, q_heads, C, d]; key, value: [1, kv_heads, C, d] -> [1, C, q_heads, d]."""
+    cache = module.__dict__.get("_xsparse")
+    if cache is None:
+        raise ValueError("xsparse: this model is not attached")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    unknown = [n for n, x in kwargs.items() if x is not None and n not in HARMLESS]
+    if unknown:
+        raise ValueError(
+            f"xsparse: attention argument {unknown[0]}={kwargs[unknown[0]]} is not "
+            "supported (sliding windows and soft-capping are refused)"
+        )
+    if attention_mask is not None:
+        raise ValueError("xsparse: explicit attention masks are not supported")
+    if dropout:
+        raise ValueError(f"xsparse: dropout={dropout}: allowed is 0 (call model.eval())")
+    held = cache.layers[layer]
+    if not held.pending:
+        raise ValueError("xsparse: call the attached model itself, not an inner module")
+    held.pending = False
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = cache.session.attend(layer, query[0], key[0], value[0], scale)
+    return out.transpose(0, 1).unsqueeze(0), None

@@ -1,0 +1,1 @@
+"""Copying tiles by index, from the device or from host memory."""

@@ -1,0 +1,1 @@
+"""Joining attention over disjoint sets of keys by log-sum-exp."""

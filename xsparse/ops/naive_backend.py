@@ -1,0 +1,36 @@
+"""The operators from their definitions, slow: what the other backends are compared with."""
+
+from xsparse.ops.antidiagonal.naive import (
+    antidiagonal_block_sums,
+    antidiagonal_scores,
+    antidiagonal_stats,
+    merge_stats,
+)
+from xsparse.ops.attention.naive import (
+    attention_mass,
+    block_sparse_attention,
+    dense_attention,
+    dense_kernel,
+)
+from xsparse.ops.gather.naive import gather_tiles
+from xsparse.ops.merge.naive import merge_states
+from xsparse.ops.selection.naive import select_blocks
+from xsparse.ops.tiles import block_lists
+
+name = "naive"
+
+__all__ = [
+    "antidiagonal_block_sums",
+    "antidiagonal_scores",
+    "antidiagonal_stats",
+    "attention_mass",
+    "block_lists",
+    "block_sparse_attention",
+    "dense_attention",
+    "dense_kernel",
+    "gather_tiles",
+    "merge_states",
+    "merge_stats",
+    "name",
+    "select_blocks",
+]

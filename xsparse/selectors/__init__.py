@@ -1,0 +1,23 @@
+"""Selection methods: one file each, a registry, and the reductions of what they select.
+
+Importing this does not import torch, so a configuration is checked before that is paid for.
+"""
+
+from xsparse.selectors.base import KeyView, Selection, Selector, Site, TensorKeys
+from xsparse.selectors.minmax import MinMaxDecode
+from xsparse.selectors.registry import build, get, names, register
+from xsparse.selectors.threshold import thresholds
+
+__all__ = [
+    "KeyView",
+    "MinMaxDecode",
+    "Selection",
+    "Selector",
+    "Site",
+    "TensorKeys",
+    "build",
+    "get",
+    "names",
+    "register",
+    "thresholds",
+]

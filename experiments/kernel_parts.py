@@ -220,7 +220,7 @@ def estimate(plan: Plan) -> Iterator[Row]:
             base = _base(shape, "scores", None, None) | {"stride": stride}
             flops = 2 * shape.head_dim * shape.length**2 / 2 / stride * shape.q_heads
             for name, tiling in ESTIMATOR.items():
-                if plan.device.type == "cpu" and tiling:
+                if tiling and (plan.device.type == "cpu" or shape.head_dim != 128):
                     break
 
                 def prepare(tiling=tiling, shape=shape) -> list[Callable]:

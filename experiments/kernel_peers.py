@@ -4,7 +4,7 @@ Each peer is a function of (q, k, v, mask) that prepares once and returns a call
 no conversion of lists is inside the timed region. q: [q_heads, N, d]; k, v: [kv_heads, N, d];
 mask: bool [q_heads, blocks, blocks] or None for dense causal attention.
 """
-# pyright: reportMissingImports=false  (FlashAttention-4 is an extra)
+# pyright: reportMissingImports=false
 
 import functools
 from collections.abc import Callable
@@ -97,12 +97,12 @@ def fa4_sparse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, lists: Lists) -> C
     return lambda: flash_attn_func(q, k, v, mask_mod=causal, block_sparse_tensors=sparsity)
 
 
-DENSE = {
+DENSE: dict[str, Callable[..., Callable]] = {
     "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash2": sdpa(SDPBackend.FLASH_ATTENTION),
     "fa4-dense": fa4_dense,
 }
-SPARSE = {"flex": flex, "fa4": fa4_sparse}
+SPARSE: dict[str, Callable[..., Callable]] = {"flex": flex, "fa4": fa4_sparse}
 
 
 def _token_major(*tensors: Tensor) -> list[Tensor]:

@@ -62,6 +62,8 @@ class Session:
         self.decoding = False
         # "prefill": the driver says so, whatever the number of tokens; "auto": one token decodes
         self.phase = "auto"
+        # Parts are merged in fp32, or every merge would round.
+        self.part_dtype = None if engine.one_part else torch.float32
         engine.stage = self.counters.stage
 
     def reset(self) -> None:
@@ -174,7 +176,12 @@ class Session:
             with self.counters.stage("select"):
                 lists = self.ops.block_lists(window.mask(executed))
             part = self.ops.block_sparse_attention(
-                q, window.tiles, lists, q_start=q_start, scaling=scaling
+                q,
+                window.tiles,
+                lists,
+                q_start=q_start,
+                scaling=scaling,
+                out_dtype=self.part_dtype,
             )
             parts = self._join(parts, part)
         return parts[0][0].to(q.dtype)
@@ -183,7 +190,9 @@ class Session:
         """Dense causal attention, part by part."""
         parts = []
         for k, v, causal in self.engine.dense_parts(layer):
-            part = self.ops.dense_attention(q, k, v, scaling=scaling, causal=causal)
+            part = self.ops.dense_attention(
+                q, k, v, scaling=scaling, causal=causal, out_dtype=self.part_dtype
+            )
             parts = self._join(parts, part)
         return parts[0][0].to(q.dtype)
 

@@ -94,7 +94,8 @@ def name_model(override: str) -> list[str]:
     if key != "model" or all((CONF / "model" / f"{v}.yaml").is_file() for v in values):
         return [override]
     if all(Path(v).expanduser().is_dir() for v in values):
-        return ["model=path", f"model.id={value}"]
+        quoted = ",".join(f"'{v}'" for v in values)  # a folder's name may hold a = or a blank
+        return ["model=path", f"model.id={quoted}"]
     if all(re.fullmatch(r"[\w.-]+/[\w.-]+", v) for v in values):
         return ["model=hub", f"model.id={value}"]
     return [override]

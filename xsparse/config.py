@@ -32,7 +32,7 @@ def _at_least(key: str, value: float, low: float) -> None:
 
 @dataclass
 class ModelConfig:
-    name: str = MISSING
+    name: str | None = None
     source: str = "hub"
     id: str | None = None
     revision: str | None = None

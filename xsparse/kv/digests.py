@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xsparse.kv.shape import CacheShape
+from xsparse.ops.bounds import block_minmax
 
 
 class Digest:
@@ -105,20 +106,6 @@ class MinMax(Digest):
 
 
 DIGESTS = {d.name: d for d in (Digest, Streamed, ResidentK, StridedK, MinMax)}
-
-
-def block_minmax(k: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """k: [kv_heads, n, d] -> smallest, largest [kv_heads, ceil(n / block_size), d]; a partial last
-    block counts its own tokens only."""
-    heads, n, d = k.shape
-    whole = n // block_size * block_size
-    body = k[:, :whole].reshape(heads, -1, block_size, d)
-    low, high = body.amin(2), body.amax(2)
-    if whole < n:
-        tail = k[:, whole:]
-        low = torch.cat([low, tail.amin(1, keepdim=True)], 1)
-        high = torch.cat([high, tail.amax(1, keepdim=True)], 1)
-    return low, high
 
 
 def _grow(old: Tensor | None, size: tuple[int, ...], shape: CacheShape) -> Tensor:

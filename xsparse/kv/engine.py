@@ -62,6 +62,7 @@ class Engine(ABC):
     """K and V of one sequence."""
 
     name: str
+    one_part: bool  # windows and dense_parts always hand out a single part
 
     def __init__(self, shape: CacheShape):
         self.shape = shape

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from xsparse.kv import host
-from xsparse.kv.digests import DIGESTS, ResidentK, block_minmax
+from xsparse.kv.digests import DIGESTS, ResidentK
 from xsparse.kv.engine import Engine, Memory, Window, grown
 from xsparse.kv.shape import CacheShape
 from xsparse.kv.streams import CopyLane, Mark, compute_mark, compute_waits
+from xsparse.ops.bounds import block_minmax
 from xsparse.ops.tiles import KVTiles
 
 
@@ -22,6 +23,7 @@ class OffloadEngine(Engine):
     """transfer: "ring" or "gather"; digest: a name of `kv.digests.DIGESTS`; ring_slots >= 2."""
 
     name = "offload"
+    one_part = False
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from xsparse.selectors.base import TensorKeys
 
 class ResidentEngine(Engine):
     name = "resident"
+    one_part = True
 
     def __init__(self, shape):
         super().__init__(shape)

@@ -1,6 +1,6 @@
 """Antidiagonal block scores on a GPU (XAttention, arXiv 2503.16428, section 2.1), one GEMM pass.
 
-The tensors stay where they are: Q and K are read as [heads, N / S, S, d] by tensor descriptors,
+The tensors stay where they are: Q and K are read as [heads, S, N / S, d] by tensor descriptors,
 phase S-1-r of Q against phase r of K, so a "strided row" is S tokens and the GEMM is 1/(2S) of
 dense attention. Logits never reach memory. The epilogue keeps one cell per (strided row, key
 block), the log-sum-exp of the row's logits in that block, from which everything else follows:
@@ -31,7 +31,7 @@ class Tiling:
 
     rows: int = 128
     cols: int = 128
-    depth: int = 128
+    depth: int = 64
     warps: int = 8
     stages: int = 3
 
@@ -150,16 +150,16 @@ class _Piece:
         return cells
 
     def _whole_groups(self, q: Tensor) -> Tensor:
-        """[q_heads, rows, stride, d]: a view, or a copy with zero rows where groups are cut."""
+        """[q_heads, stride, rows, d]: a view, or a copy with zero rows where groups are cut."""
         pad_back = self.rows * self.stride - self.pad_front - self.tokens
         if self.pad_front or pad_back:
             q = torch.nn.functional.pad(q, (0, 0, self.pad_front, pad_back))
-        return q.unflatten(1, (self.rows, self.stride))
+        return _phases(q, self.rows, self.stride)
 
     def _gemm(self, q: Tensor, k: Tensor, cells: Tensor, scale: float, t: Tiling) -> None:
         # A program's columns are whole key blocks, at least one.
         cols = max(t.cols, self.block_rows)
-        groups = k[:, : self.full_cols * self.stride].unflatten(1, (self.full_cols, self.stride))
+        groups = _phases(k[:, : self.full_cols * self.stride], self.full_cols, self.stride)
         depth = min(t.depth, triton.next_power_of_2(self.head_dim))
         row_tiles = triton.cdiv(self.rows, t.rows)
 
@@ -176,8 +176,8 @@ class _Piece:
         if not pair_tiles:
             return
         _cells_kernel[(self.q_heads * pairs * pair_tiles,)](
-            _descriptor(q, [1, t.rows, 1, depth]),
-            _descriptor(groups, [1, cols, 1, depth]),
+            _descriptor(q, [1, 1, t.rows, depth]),
+            _descriptor(groups, [1, 1, cols, depth]),
             cells,
             scale,
             self.rows,
@@ -187,7 +187,7 @@ class _Piece:
             self.k_blocks,
             row_tiles,
             pair_tiles,
-            GROUP=self.group,
+            self.group,
             STRIDE=self.stride,
             BLOCK_ROWS=self.block_rows,
             HEAD_DIM=self.head_dim,
@@ -204,7 +204,7 @@ class _Piece:
         if self.first_row + self.rows - 1 < self.first_col + self.full_cols:
             return
         last_k = k[:, self.full_cols * self.stride :].float()
-        last_q = q[:, -1].flip(1)[:, : self.rest].float()
+        last_q = q[:, :, -1].flip(1)[:, : self.rest].float()
         last_q = last_q.unflatten(0, (-1, self.group))
         logit = torch.einsum("kgrd,krd->kg", last_q, last_k).flatten() * scale
         cell = cells[:, -1, -1]
@@ -244,9 +244,15 @@ class _Piece:
             self.first_k_block,
             self.k_blocks,
             BLOCK_ROWS=self.block_rows,
-            COLS=max(64, 1024 // self.block_rows),
+            COLS=max(16, 1024 // self.block_rows),
         )
         return scores
+
+
+def _phases(x: Tensor, groups: int, stride: int) -> Tensor:
+    """[heads, groups * stride, d] seen as [heads, stride, groups, d]; leading dimensions of one
+    in a descriptor's block cost nothing, others would send the tile through registers."""
+    return x.unflatten(1, (groups, stride)).transpose(1, 2)
 
 
 def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
@@ -273,6 +279,7 @@ def _col_tiles(tile, rows, full_cols, first_row, first_col, ROWS: tl.constexpr, 
         "k_blocks",
         "row_tiles",
         "pair_tiles",
+        "group",
     ]
 )
 def _cells_kernel(
@@ -287,7 +294,7 @@ def _cells_kernel(
     k_blocks,
     row_tiles,
     pair_tiles,
-    GROUP: tl.constexpr,
+    group,
     STRIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -299,8 +306,8 @@ def _cells_kernel(
     """One tile of strided rows x strided columns of one query head, reduced to cells."""
     # KV head by KV head; the heads of a group adjacent, since they read the same K from L2.
     program = tl.program_id(0)
-    member = program % GROUP
-    program = program // GROUP
+    member = program % group
+    program = program // group
     slot = program % pair_tiles
     program = program // pair_tiles
     pairs = (row_tiles + 1) // 2
@@ -317,7 +324,7 @@ def _cells_kernel(
     if col_tile >= _col_tiles(row_tile, rows, full_cols, first_row, first_col, ROWS, COLS):
         return
 
-    head = kv_head * GROUP + member
+    head = kv_head * group + member
     row_0 = row_tile * ROWS
     col_0 = col_tile * COLS
     steps: tl.constexpr = (HEAD_DIM + DEPTH - 1) // DEPTH
@@ -325,8 +332,8 @@ def _cells_kernel(
     for i in range(STRIDE * steps):
         phase = i // steps
         at = (i % steps) * DEPTH
-        a = q.load([head, row_0, STRIDE - 1 - phase, at]).reshape(ROWS, DEPTH)
-        b = k.load([kv_head, col_0, phase, at]).reshape(COLS, DEPTH)
+        a = q.load([head, STRIDE - 1 - phase, row_0, at]).reshape(ROWS, DEPTH)
+        b = k.load([kv_head, phase, col_0, at]).reshape(COLS, DEPTH)
         acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
 
     row = first_row + row_0 + tl.arange(0, ROWS)

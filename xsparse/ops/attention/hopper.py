@@ -12,6 +12,8 @@ program is three groups of warps that meet only at barriers in shared memory:
 Written in Gluon, Triton's explicit layer. Limited to what it is fast for: 16-bit types, blocks of
 128, head dimensions 64 and 128.
 """
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # ruff: noqa: E741, SIM113 (m and l are the names of the literature; enumerate is no Triton)
 
 import math
@@ -103,9 +105,9 @@ def prefill(
         total,
         0 if token_major else tokens,
         head_dim if token_major else 0,
+        q_heads // kv.kv_heads,
         out.stride(0),
         out.stride(1),
-        GROUP=q_heads // kv.kv_heads,
         HEAD_DIM=head_dim,
         STAGES=tiling.stages or (3 if head_dim == 128 else 5),
         num_warps=4,
@@ -113,12 +115,12 @@ def prefill(
 
 
 @gluon.jit
-def _place(tile, q_blocks, GROUP: gl.constexpr):
+def _place(tile, q_blocks, group):
     """KV head by KV head, query blocks from last to first, the heads of a group adjacent."""
-    member = tile % GROUP
-    q_block = q_blocks - 1 - (tile // GROUP) % q_blocks
-    kv_head = tile // (GROUP * q_blocks)
-    return kv_head, kv_head * GROUP + member, q_block
+    member = tile % group
+    q_block = q_blocks - 1 - (tile // group) % q_blocks
+    kv_head = tile // (group * q_blocks)
+    return kv_head, kv_head * group + member, q_block
 
 
 @gluon.jit
@@ -128,19 +130,18 @@ def _produce(
     descriptors,
     tables,
     sizes,
-    GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     q_ring, k_ring, v_ring = rings
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
     q_rows, k_rows, v_rows = descriptors
     k_index, v_index, blocks, lists, counts = tables
-    q_start, tokens, q_blocks, columns, kv_columns, total, head_rows, head_cols = sizes
+    q_start, tokens, q_blocks, columns, kv_columns, total, head_rows, head_cols, group = sizes
     BLOCK: gl.constexpr = k_ring.shape[1]
     n = 0
     turn = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        kv_head, head, q_block = _place(tile, q_blocks, GROUP)
+        kv_head, head, q_block = _place(tile, q_blocks, group)
         row = (q_start // BLOCK + q_block) * BLOCK - q_start + head * head_rows
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_ready, 2 * q_rows.block_type.nbytes)
@@ -203,14 +204,13 @@ def _consume(
     scale,
     sizes,
     HALF: gl.constexpr,
-    GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     q_ring, k_ring, v_ring = rings
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
     k_index, v_index, blocks, lists, counts = tables
     out, lse, out_head_stride, out_token_stride = outputs
-    q_start, tokens, q_blocks, columns, kv_columns, total, head_rows, head_cols = sizes
+    q_start, tokens, q_blocks, columns, kv_columns, total, head_rows, head_cols, group = sizes
     BLOCK: gl.constexpr = k_ring.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.shape[2]
     ROWS: gl.constexpr = q_ring.shape[1]
@@ -225,7 +225,7 @@ def _consume(
     n = 0
     turn = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        kv_head, head, q_block = _place(tile, q_blocks, GROUP)
+        kv_head, head, q_block = _place(tile, q_blocks, group)
         first = (q_start // BLOCK + q_block) * BLOCK
         position = first + HALF * ROWS + gl.arange(0, ROWS, S_ROW)
         at = (head * q_blocks + q_block).to(gl.int64)
@@ -314,6 +314,7 @@ def _consume(
         "total",
         "head_rows",
         "head_cols",
+        "group",
     ]
 )
 def _prefill_kernel(
@@ -336,9 +337,9 @@ def _prefill_kernel(
     total,
     head_rows,
     head_cols,
+    group,
     out_head_stride,
     out_token_stride,
-    GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -367,12 +368,12 @@ def _prefill_kernel(
     bars = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     tables = (k_index, v_index, blocks, lists, counts)
     outputs = (out, lse, out_head_stride, out_token_stride)
-    sizes = (q_start, tokens, q_blocks, columns, kv_columns, total, head_rows, head_cols)
+    sizes = (q_start, tokens, q_blocks, columns, kv_columns, total, head_rows, head_cols, group)
     gl.warp_specialize(
         [
-            (_consume, (rings, bars, tables, outputs, scale, sizes, 0, GROUP, STAGES)),
-            (_consume, (rings, bars, tables, outputs, scale, sizes, 1, GROUP, STAGES)),
-            (_produce, (rings, bars, (q_rows, k_rows, v_rows), tables, sizes, GROUP, STAGES)),
+            (_consume, (rings, bars, tables, outputs, scale, sizes, 0, STAGES)),
+            (_consume, (rings, bars, tables, outputs, scale, sizes, 1, STAGES)),
+            (_produce, (rings, bars, (q_rows, k_rows, v_rows), tables, sizes, STAGES)),
         ],
         [4, 1],
         [240, 24],

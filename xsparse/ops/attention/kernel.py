@@ -117,7 +117,7 @@ def block_sparse_attention(
         q.stride(1),
         out.stride(0),
         out.stride(1),
-        GROUP=q_heads // kv.kv_heads,
+        q_heads // kv.kv_heads,
         BLOCK=block_size,
         HEAD_DIM=head_dim,
         WIDTH=width,
@@ -164,8 +164,8 @@ def _decode(
         columns,
         kv.k_index.shape[1],
         q.stride(0),
+        group,
         ON_DEVICE=isinstance(q_start, Tensor),
-        GROUP=group,
         MEMBERS=max(16, triton.next_power_of_2(group)),
         BLOCK=kv.block_size,
         HEAD_DIM=head_dim,
@@ -214,7 +214,7 @@ def _accumulate(s, v, acc, m, l, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["q_start", "tokens", "q_blocks", "columns", "kv_columns"],
+    do_not_specialize=["q_start", "tokens", "q_blocks", "columns", "kv_columns", "group"],
 )
 def _prefill_kernel(
     q,
@@ -237,7 +237,7 @@ def _prefill_kernel(
     q_token_stride,
     out_head_stride,
     out_token_stride,
-    GROUP: tl.constexpr,
+    group,
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -248,11 +248,11 @@ def _prefill_kernel(
     PARTS: tl.constexpr = BLOCK // ROWS
     STEPS: tl.constexpr = BLOCK // KEYS
     program = tl.program_id(0)
-    member = program % GROUP
-    part = (program // GROUP) % PARTS
-    q_block = q_blocks - 1 - (program // (GROUP * PARTS)) % q_blocks
-    kv_head = program // (GROUP * PARTS * q_blocks)
-    head = (kv_head * GROUP + member).to(tl.int64)
+    member = program % group
+    part = (program // group) % PARTS
+    q_block = q_blocks - 1 - (program // (group * PARTS)) % q_blocks
+    kv_head = program // (group * PARTS * q_blocks)
+    head = (kv_head * group + member).to(tl.int64)
 
     diagonal = q_start // BLOCK + q_block
     position = diagonal * BLOCK + part * ROWS + tl.arange(0, ROWS)
@@ -303,7 +303,7 @@ def _prefill_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["q_start", "splits", "columns", "kv_columns"])
+@triton.jit(do_not_specialize=["q_start", "splits", "columns", "kv_columns", "group"])
 def _decode_kernel(
     q,
     k_rows,
@@ -321,8 +321,8 @@ def _decode_kernel(
     columns,
     kv_columns,
     q_head_stride,
+    group,
     ON_DEVICE: tl.constexpr,
-    GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -335,8 +335,8 @@ def _decode_kernel(
     kv_head = tl.program_id(0) // splits
     position = tl.load(q_start).to(tl.int32) if ON_DEVICE else q_start
     member = tl.arange(0, MEMBERS)
-    real = member < GROUP
-    head = kv_head * GROUP + member
+    real = member < group
+    head = kv_head * group + member
     feature = tl.arange(0, WIDTH)
     cell = real[:, None] & (feature < HEAD_DIM)[None, :]
     q_at = q + head.to(tl.int64)[:, None] * q_head_stride + feature[None, :]
@@ -351,7 +351,7 @@ def _decode_kernel(
     differ = tl.max(tl.where(real & (end != longest), 1, 0), 0)
     for start in range(begin, longest, 16):
         at = start + tl.arange(0, 16)
-        first = tl.load(lists + kv_head * GROUP * columns + at, mask=at < longest, other=0)
+        first = tl.load(lists + kv_head * group * columns + at, mask=at < longest, other=0)
         mine = tl.load(
             lists + head[:, None] * columns + at[None, :],
             mask=real[:, None] & (at < longest)[None, :],
@@ -367,10 +367,10 @@ def _decode_kernel(
     l = tl.zeros((MEMBERS,), tl.float32)
     acc = tl.zeros((MEMBERS, WIDTH), tl.float32)
     # Equal lists are walked once for all heads, others head by head.
-    for walker in range(tl.where(differ > 0, GROUP, 1)):
+    for walker in range(tl.where(differ > 0, group, 1)):
         active = (member == walker) | (differ == 0)
-        walk = lists + (kv_head * GROUP + walker) * columns
-        stop = tl.minimum(tl.load(counts + kv_head * GROUP + walker), begin + share)
+        walk = lists + (kv_head * group + walker) * columns
+        stop = tl.minimum(tl.load(counts + kv_head * group + walker), begin + share)
         for i in range(begin * STEPS, stop * STEPS):
             column = tl.load(walk + i // STEPS)
             offset = (i % STEPS) * KEYS
@@ -384,6 +384,6 @@ def _decode_kernel(
     seen = l > 0
     acc = acc / tl.where(seen, l, 1.0)[:, None]
     natural = tl.where(seen, (m + tl.log2(tl.where(seen, l, 1.0))) * LN2, float("-inf"))
-    at = split * (tl.num_programs(0) // splits) * GROUP + head
+    at = split * (tl.num_programs(0) // splits) * group + head
     tl.store(lses + at, natural, mask=real)
     tl.store(outs + at[:, None] * HEAD_DIM + feature[None, :], acc, mask=cell)

@@ -7,6 +7,7 @@ block. The same count serves dense attention, so TFLOP/s of all kernels compare.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from experiments import kernel_checks as checks
 from experiments import kernel_peers as peers
+from experiments import record_masks
 from experiments.timing import copies, measure
 from xsparse.ops import triton_backend
 from xsparse.ops.antidiagonal import kernel as estimator
 from xsparse.ops.attention.hopper import HopperTiling
-from xsparse.ops.attention.kernel import Tiling
+from xsparse.ops.attention.kernel import Tiling, plain_tiling
 
 Row = dict[str, Any]
 
@@ -35,20 +37,22 @@ class Plan:
     check_shapes: list[checks.Shape]
     check_dtypes: list[torch.dtype]
     gather_bytes: int
+    explore: bool = False  # also other tilings than the defaults
 
 
-def full_plan(quick: bool) -> Plan:
+def full_plan(quick: bool, explore: bool) -> Plan:
     return Plan(
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
         models=((32, 8, 128),) if quick else ((32, 8, 128), (9, 3, 64)),
-        lengths=(32768,) if quick else (32768, 131072, 8192),
+        lengths=(32768,) if quick else (131072, 32768, 8192),
         densities=(0.5, 0.1) if quick else (1.0, 0.5, 0.25, 0.1, 0.05),
         strides=(8, 16),
         repeats=10,
         check_shapes=checks.SHAPES,
         check_dtypes=[torch.bfloat16, torch.float32],
         gather_bytes=1 << 30,
+        explore=explore,
     )
 
 
@@ -90,155 +94,155 @@ def _checked(named: Iterator[tuple[str, Callable[[], tuple[float, float]]]]) -> 
         yield {"op": "check", "variant": label, "ok": ok, "error": error, "note": f"<= {limit}"}
 
 
-PLAIN = {
-    "plain-default": None,
-    "plain-3stages": Tiling(stages=3),
+def attention(plan: Plan) -> Iterator[Row]:
+    """The first model: ours, dense kernels and block-sparse peers, over masks at random."""
+    yield from _attention(plan, plan.models[0])
+
+
+def attention_small(plan: Plan) -> Iterator[Row]:
+    """The other models, and masks recorded from a real one."""
+    for model in plan.models[1:]:
+        yield from _attention(plan, model)
+    if plan.device.type == "cuda":
+        masks, about = record_masks.load()
+        shape = checks.Shape(masks.shape[-1] * 128, masks.shape[-1] * 128, *about["heads"])
+        yield from _over(plan, shape, list(torch.from_numpy(masks).flatten(0, 1).to(plan.device)))
+
+
+def _attention(plan: Plan, model: tuple[int, int, int]) -> Iterator[Row]:
+    for shape in _shapes(plan, model):
+        yield from _over(plan, shape, [])
+
+
+def _over(plan: Plan, shape: checks.Shape, recorded: list[Tensor]) -> Iterator[Row]:
+    """Dense kernels, then block-sparse ones over the recorded masks or over random ones."""
+    sets = _draw(shape, plan)
+    if plan.device.type == "cuda":
+        everything = checks.random_mask(shape, 1.0, plan.device)
+        dense = _base(shape, "attention", 1.0, everything)
+        for name, peer in peers.DENSE.items():
+
+            def prepare(peer=peer) -> list[Callable]:
+                return [peer(*tensors, None) for tensors in sets]
+
+            yield _timed(plan, dense | {"variant": name}, prepare)
+    stopped: set[str] = set()
+    if recorded:
+        base: Row = _base(shape, "attention", None, torch.cat(recorded))
+        base |= {"masks": "recorded", "density": base["measured_density"]}
+        base |= {
+            "flops": base["flops"] / len(recorded),
+            "note": f"mean over {len(recorded)} masks in turn",
+        }
+        yield from _sparse(plan, shape, sets, recorded, base, stopped)
+        return
+    for density in plan.densities:
+        mask = checks.random_mask(shape, density, plan.device)
+        base = _base(shape, "attention", density, mask) | {"masks": "random"}
+        yield from _sparse(plan, shape, sets, [mask], base, stopped)
+
+
+def _sparse(
+    plan: Plan,
+    shape: checks.Shape,
+    sets: list[tuple[Tensor, Tensor, Tensor]],
+    masks: list[Tensor],
+    base: Row,
+    stopped: set[str],
+) -> Iterator[Row]:
+    """Every block-sparse kernel over the same masks; one call runs all masks, ms is of one.
+
+    stopped: peers that failed on this shape; they are named once.
+    """
+    lists = [triton_backend.block_lists(m) for m in masks]
+    tiles = [checks.pools(k, v, shape.block) for _, k, v in sets]
+    tilings = {"xsparse": None, "xsparse-plain": plain_tiling(sets[0][0], tiles[0])}
+    if plan.explore:
+        tilings |= TILINGS
+
+    def ours(i: int, tiling, which: int) -> Tensor:
+        return triton_backend.block_sparse_attention(
+            sets[i][0], tiles[i], lists[which], q_start=0, scaling=shape.scaling, tiling=tiling
+        )[0]
+
+    reference = ours(0, None, 0)
+    makers: dict[str, Callable[[int, int], Callable[[], Tensor]]] = {
+        name: lambda i, which, tiling=tiling: lambda: ours(i, tiling, which)
+        for name, tiling in tilings.items()
+    }
+    if plan.device.type == "cuda":
+        makers |= {
+            name: lambda i, which, peer=peer: peer(*sets[i], masks[which])
+            for name, peer in peers.SPARSE.items()
+        }
+    for name, make in makers.items():
+        if name in stopped:
+            continue
+        first: list[Callable[[], Tensor]] = []
+
+        def prepare(make=make, first=first) -> list[Callable]:
+            calls = [[make(i, which) for which in range(len(masks))] for i in range(len(sets))]
+            first.append(calls[0][0])
+            return [lambda c=c: [run() for run in c] for c in calls]
+
+        row = _timed(plan, base | {"variant": name}, prepare, calls=len(masks))
+        if "ms" not in row:
+            stopped.add(name)
+        elif name != "xsparse":
+            row["error"] = (first[0]() - reference).abs().max().item()
+        yield row
+        first.clear()
+
+
+TILINGS = {
+    "hopper-3stages": HopperTiling(stages=3),
+    "hopper-persistent": HopperTiling(persistent=True),
     "plain-2stages": Tiling(stages=2),
+    "plain-3stages": Tiling(stages=3),
     "plain-64keys": Tiling(keys=64, stages=3),
     "plain-64rows": Tiling(rows=64, warps=4, stages=2),
 }
-HOPPER = {
-    "hopper": HopperTiling(),
-    "hopper-persistent": HopperTiling(persistent=True),
-    "hopper-2stages": HopperTiling(stages=2),
-}
-
-
-def attention(plan: Plan) -> Iterator[Row]:
-    yield from _attention(plan, PLAIN)
-
-
-def attention_hopper(plan: Plan) -> Iterator[Row]:
-    if plan.device.type == "cuda":
-        yield from _attention(plan, HOPPER)
-
-
-def _attention(plan: Plan, variants: dict[str, Any]) -> Iterator[Row]:
-    for shape in _shapes(plan):
-        sets = _draw(shape, plan)
-        tiles = [checks.pools(k, v, shape.block) for _, k, v in sets]
-        for density in plan.densities:
-            mask = checks.random_mask(shape, density, plan.device)
-            lists = triton_backend.block_lists(mask)
-            base = _base(shape, "attention", density, mask)
-            reference = None
-
-            def run(i: int, tiling, lists=lists, shape=shape, sets=sets, tiles=tiles) -> Tensor:
-                return triton_backend.block_sparse_attention(
-                    sets[i][0], tiles[i], lists, q_start=0, scaling=shape.scaling, tiling=tiling
-                )[0]
-
-            for name, tiling in variants.items():
-
-                def prepare(tiling=tiling) -> list[Callable]:
-                    return [lambda i=i: run(i, tiling) for i in range(len(sets))]
-
-                row = _timed(plan, {**base, "variant": name}, prepare)
-                if "ms" in row and density == plan.densities[-1]:
-                    # All variants of a process must agree with the plain one.
-                    reference = run(0, Tiling(stages=2)) if reference is None else reference
-                    difference = (run(0, tiling) - reference).abs().max().item()
-                    row["note"] = f"max difference to plain {difference:.1e}"
-                yield row
-
-
-def dense_peers(plan: Plan) -> Iterator[Row]:
-    if plan.device.type != "cuda":
-        return
-    for shape in _shapes(plan):
-        sets = _draw(shape, plan)
-        blocks = shape.length // shape.block
-        everything = torch.ones(shape.q_heads, blocks, blocks, dtype=torch.bool).tril()
-        for name, peer in peers.DENSE.items():
-            base = _base(shape, "attention", 1.0, everything) | {"variant": name}
-
-            def prepare(peer=peer, sets=sets) -> list[Callable]:
-                return [peer(q, k, v, None, triton_backend.block_lists) for q, k, v in sets]
-
-            yield _timed(plan, base, prepare)
-
-
-def flex(plan: Plan) -> Iterator[Row]:
-    yield from _sparse_peer(plan, "flex")
-
-
-def fa4(plan: Plan) -> Iterator[Row]:
-    yield from _sparse_peer(plan, "fa4")
-
-
-def _sparse_peer(plan: Plan, name: str) -> Iterator[Row]:
-    if plan.device.type != "cuda":
-        return
-    for shape in _shapes(plan):
-        sets = _draw(shape, plan)
-        for density in plan.densities:
-            mask = checks.random_mask(shape, density, plan.device)
-
-            def prepare(mask=mask, sets=sets) -> list[Callable]:
-                return [peers.SPARSE[name](*s, mask, triton_backend.block_lists) for s in sets]
-
-            row = _timed(
-                plan, _base(shape, "attention", density, mask) | {"variant": name}, prepare
-            )
-            if "ms" in row and density == plan.densities[-1]:
-                theirs = peers.SPARSE[name](*sets[0], mask, triton_backend.block_lists)()
-                theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-                if theirs.dim() == 4:
-                    theirs = theirs[0].transpose(0, 1)
-                q, k, v = sets[0]
-                ours = triton_backend.block_sparse_attention(
-                    q,
-                    checks.pools(k, v, shape.block),
-                    triton_backend.block_lists(mask),
-                    q_start=0,
-                    scaling=shape.scaling,
-                )[0]
-                row["note"] = f"max difference to plain {(ours - theirs).abs().max().item():.1e}"
-            yield row
-            if "ms" not in row:
-                break  # a peer that cannot run is named once per shape
-
-
 ESTIMATOR = {
-    "default": None,
     "128x128x128-w8-s3": estimator.Tiling(128, 128, 128, 8, 3),
-    "128x128x64-w8-s3": estimator.Tiling(128, 128, 64, 8, 3),
     "128x128x64-w4-s3": estimator.Tiling(128, 128, 64, 4, 3),
+    "128x128x64-w8-s4": estimator.Tiling(128, 128, 64, 8, 4),
     "128x256x64-w8-s3": estimator.Tiling(128, 256, 64, 8, 3),
-    "128x256x64-w8-s4": estimator.Tiling(128, 256, 64, 8, 4),
     "256x128x64-w8-s3": estimator.Tiling(256, 128, 64, 8, 3),
-    "256x128x64-w8-s4": estimator.Tiling(256, 128, 64, 8, 4),
 }
 
 
 def estimate(plan: Plan) -> Iterator[Row]:
-    """Block scores, then selection of real scores to mask and lists."""
-    for shape in _shapes(plan):
+    """Block scores, their selection to mask and lists, and both; as calls and as a CUDA graph."""
+    for shape in _all_shapes(plan):
         sets = _draw(shape, plan)
         for stride in plan.strides:
             shape = replace(shape, stride=stride)
+            a = _scores(*sets[0][:2], shape)
             base = _base(shape, "scores", None, None) | {"stride": stride}
             flops = 2 * shape.head_dim * shape.length**2 / 2 / stride * shape.q_heads
-            for name, tiling in ESTIMATOR.items():
-                if tiling and (plan.device.type == "cpu" or shape.head_dim != 128):
-                    break
 
-                def prepare(tiling=tiling, shape=shape) -> list[Callable]:
-                    return [
-                        lambda q=q, k=k: _scores(q, k, shape, tiling=tiling) for q, k, _ in sets
-                    ]
+            def score(i: int, tiling=None, shape=shape) -> Tensor:
+                return _scores(*sets[i][:2], shape, tiling=tiling)
 
-                yield _timed(plan, {**base, "variant": name, "flops": flops}, prepare)
-            a = _scores(*sets[0][:2], shape)
-            for tau in (0.5, 0.9):
-                row = _base(shape, "select", None, None) | {"stride": stride}
-                yield _timed(
-                    plan,
-                    row | {"variant": f"mask+lists-{tau}"},
-                    lambda tau=tau, a=a: [
-                        lambda: triton_backend.select_block_lists(a, tau, q_block_start=0)
-                    ],
-                )
+            def both(i: int, shape=shape) -> None:
+                triton_backend.select_block_lists(score(i), TAU, q_block_start=0)
+
+            for name, tiling in {"xsparse": None, **(ESTIMATOR if plan.explore else {})}.items():
+                run = partial(score, tiling=tiling)
+                yield from _called(plan, base | {"variant": name, "flops": flops}, run, sets)
+            one = base | {"op": "select", "variant": "xsparse", "note": f"threshold {TAU}"}
+            yield from _called(
+                plan,
+                one,
+                lambda i, a=a: triton_backend.select_block_lists(a, TAU, q_block_start=0),
+                sets,
+            )
+            yield from _called(
+                plan, base | {"op": "estimate+select", "variant": "xsparse"}, both, sets
+            )
+
+
+TAU = 0.9
 
 
 def chain(plan: Plan) -> Iterator[Row]:
@@ -248,34 +252,33 @@ def chain(plan: Plan) -> Iterator[Row]:
     structure of their own; selection runs on the real scores beside them.
     """
     density = 0.1
-    for shape in _shapes(plan):
+    for shape in _all_shapes(plan):
         sets = _draw(shape, plan)
         tiles = [checks.pools(k, v, shape.block) for _, k, v in sets]
         mask = checks.random_mask(shape, density, plan.device)
         lists = triton_backend.block_lists(mask)
-        variants = PLAIN | (HOPPER if plan.device.type == "cuda" else {})
-        for name in ("plain-default", "hopper", "hopper-persistent"):
-            if name not in variants:
-                continue
-            for stride in plan.strides:
-                shape = replace(shape, stride=stride)
+        for stride in plan.strides:
+            shape = replace(shape, stride=stride)
 
-                def run(i: int, shape=shape, tiling=variants[name]) -> None:
-                    a = _scores(*sets[i][:2], shape)
-                    triton_backend.select_block_lists(a, 0.9, q_block_start=0)
-                    triton_backend.block_sparse_attention(
-                        sets[i][0],
-                        tiles[i],
-                        lists,
-                        q_start=0,
-                        scaling=shape.scaling,
-                        tiling=tiling,
-                    )
-
-                row = _base(shape, "chain", density, mask) | {"stride": stride, "variant": name}
-                yield _timed(
-                    plan, row, lambda run=run: [lambda i=i: run(i) for i in range(len(sets))]
+            def run(i: int, shape=shape) -> None:
+                a = _scores(*sets[i][:2], shape)
+                triton_backend.select_block_lists(a, TAU, q_block_start=0)
+                triton_backend.block_sparse_attention(
+                    sets[i][0], tiles[i], lists, q_start=0, scaling=shape.scaling
                 )
+
+            row = _base(shape, "chain", density, mask) | {"stride": stride, "variant": "xsparse"}
+            yield from _called(plan, row, run, sets)
+
+
+def _called(plan: Plan, row: Row, run: Callable[[int], object], sets: list[Any]) -> Iterator[Row]:
+    """A row of calls that take turns over sets of buffers, and one of the same in CUDA graphs,
+    which shows what the GPU needs where launching takes longer."""
+    calls = [partial(run, i) for i in range(len(sets))]
+    yield _timed(plan, row, lambda: calls)
+    if plan.device.type == "cuda" and row["variant"] == "xsparse":
+        graph = row | {"variant": "xsparse-graph"}
+        yield _timed(plan, graph, lambda: [_captured(c).replay for c in calls])
 
 
 def decode(plan: Plan) -> Iterator[Row]:
@@ -349,22 +352,23 @@ def gather(plan: Plan) -> Iterator[Row]:
 RUN: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "check": check,
     "check-hopper": check_hopper,
-    "attention-hopper": attention_hopper,
     "attention": attention,
+    "attention-small": attention_small,
     "estimate": estimate,
-    "dense": dense_peers,
     "chain": chain,
     "decode": decode,
-    "flex": flex,
-    "fa4": fa4,
     "gather": gather,
 }
 
 
-def _shapes(plan: Plan) -> Iterator[checks.Shape]:
-    for q_heads, kv_heads, head_dim in plan.models:
-        for length in plan.lengths:
-            yield checks.Shape(length, length, q_heads, kv_heads, head_dim)
+def _shapes(plan: Plan, model: tuple[int, int, int]) -> Iterator[checks.Shape]:
+    for length in plan.lengths:
+        yield checks.Shape(length, length, *model)
+
+
+def _all_shapes(plan: Plan) -> Iterator[checks.Shape]:
+    for model in plan.models:
+        yield from _shapes(plan, model)
 
 
 def _draw(shape: checks.Shape, plan: Plan) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -410,14 +414,15 @@ def _base(shape: checks.Shape, op: str, density: float | None, mask: Tensor | No
     if density is not None:
         row["density"] = density
     if mask is not None:
-        blocks = shape.length // shape.block
-        pairs = (int(mask.sum()) - shape.q_heads * blocks / 2) * shape.block**2
-        row["measured_density"] = int(mask.sum()) / (shape.q_heads * blocks * (blocks + 1) / 2)
+        blocks, heads = shape.length // shape.block, len(mask)
+        pairs = (int(mask.sum()) - heads * blocks / 2) * shape.block**2
+        row["measured_density"] = int(mask.sum()) / (heads * blocks * (blocks + 1) / 2)
         row["flops"] = 4 * shape.head_dim * pairs
     return row
 
 
-def _timed(plan: Plan, row: Row, prepare: Callable[[], list[Callable]]) -> Row:
+def _timed(plan: Plan, row: Row, prepare: Callable[[], list[Callable]], *, calls: int = 1) -> Row:
+    """calls: how many of what the row is about one call runs."""
     try:
         times = measure(prepare(), device=plan.device, repeats=plan.repeats)
     except Exception as problem:  # one variant that cannot run must not lose the others
@@ -425,16 +430,16 @@ def _timed(plan: Plan, row: Row, prepare: Callable[[], list[Callable]]) -> Row:
             raise
         return row | {"note": _one_line(problem)}
     row = row | {
-        "ms": times.median_ms,
-        "min_ms": times.min_ms,
-        "max_ms": times.max_ms,
+        "ms": times.median_ms / calls,
+        "min_ms": times.min_ms / calls,
+        "max_ms": times.max_ms / calls,
         "repeats": times.repeats,
         "first_s": times.first_s,
     }
     if "flops" in row:
-        row["tflops"] = row["flops"] / times.median_ms / 1e9
+        row["tflops"] = row["flops"] / row["ms"] / 1e9
     if "bytes" in row:
-        row["gb_s"] = row["bytes"] / times.median_ms / 1e6
+        row["gb_s"] = row["bytes"] / row["ms"] / 1e6
     return row
 
 

@@ -1,28 +1,29 @@
 """What a researcher would use today, over the same lists: SDPA, FlexAttention, FlashAttention-4.
 
 Each peer is a function of (q, k, v, mask) that prepares once and returns a call to time, so that
-no conversion of lists is inside the timed region. q: [q_heads, N, d]; k, v: [kv_heads, N, d];
-mask: bool [q_heads, blocks, blocks] or None for dense causal attention.
+no conversion of lists or layout is inside the timed region. q: [q_heads, N, d];
+k, v: [kv_heads, N, d]; mask: bool [q_heads, blocks, blocks], or None for dense causal attention.
+A call returns out [q_heads, N, d].
 """
 # pyright: reportMissingImports=false
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xsparse.ops.tiles import BlockLists
+from xsparse.ops import triton_backend
+from xsparse.ops.attention.contiguous import Split, split_diagonal
 
-Lists = Callable[[Tensor], BlockLists]
 BLOCK = 128
+Peer = Callable[[Tensor, Tensor, Tensor, Tensor | None], Callable[[], Tensor]]
 
 
-def sdpa(backend: SDPBackend):
+def sdpa(backend: SDPBackend) -> Peer:
     """Dense causal attention by one of torch's kernels."""
 
-    def prepare(q: Tensor, k: Tensor, v: Tensor, mask: None, lists: Lists) -> Callable:
+    def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Callable[[], Tensor]:
         def run():
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
@@ -34,75 +35,39 @@ def sdpa(backend: SDPBackend):
     return prepare
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, lists: Lists) -> Callable:
-    """FlexAttention, compiled, with this mask as a BlockMask: full blocks and the diagonal."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    full = lists(_without_diagonal(mask))
-    partial, count = _diagonal(mask)
-    block_mask = BlockMask.from_kv_blocks(
-        count[None],
-        partial[None],
-        full.counts[None],
-        full.indices[None],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_causal,
-        seq_lengths=(q.shape[1], k.shape[1]),
-    )
-    compiled = _compiled_flex()
-
-    def run():
-        return compiled(q[None], k[None], v[None], block_mask=block_mask, enable_gqa=True)[0]
-
-    return run
-
-
-@functools.cache
-def _compiled_flex() -> Callable:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _causal(batch, head, t, u):
-    return t >= u
-
-
-def fa4_dense(q: Tensor, k: Tensor, v: Tensor, mask: None, lists: Lists) -> Callable:
+def fa4_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Callable[[], Tensor]:
     from flash_attn.cute import flash_attn_func
 
     q, k, v = _token_major(q, k, v)
-    return lambda: flash_attn_func(q, k, v, causal=True)
+    return lambda: flash_attn_func(q, k, v, causal=True)[0][0].transpose(0, 1)
 
 
-def fa4_sparse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, lists: Lists) -> Callable:
-    import cutlass.cute as cute
-    from flash_attn.cute import flash_attn_func
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Callable[[], Tensor]:
+    """Compiled for this very shape, which is its fastest form."""
+    from xsparse.ops import flex_backend
 
-    @cute.jit
-    def causal(batch, head, t, u, seqlen_info, aux_tensors):
-        return u <= t
-
-    full = lists(_without_diagonal(mask))
-    partial, count = _diagonal(mask)
-    sparsity = BlockSparseTensorsTorch(
-        mask_block_cnt=count[None],
-        mask_block_idx=partial[None],
-        full_block_cnt=full.counts[None],
-        full_block_idx=full.indices[None],
-        block_size=(BLOCK, BLOCK),
+    block_mask = flex_backend.block_mask(
+        _split(mask), BLOCK, q.shape[1], k.shape[1], k.shape[1] // BLOCK
     )
+    run = flex_backend.compiled(dynamic=False)
+    return lambda: run(q[None], k[None], v[None], block_mask=block_mask, enable_gqa=True)[0]
+
+
+def fa4(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Callable[[], Tensor]:
+    from xsparse.ops import fa4_backend
+
+    sparse = fa4_backend.sparsity(_split(mask))
+    scaling = q.shape[-1] ** -0.5
     q, k, v = _token_major(q, k, v)
-    return lambda: flash_attn_func(q, k, v, mask_mod=causal, block_sparse_tensors=sparsity)
+    return lambda: fa4_backend.attend(q, k, v, sparse, scaling)[0][0].transpose(0, 1)
 
 
-DENSE: dict[str, Callable[..., Callable]] = {
+DENSE: dict[str, Peer] = {
     "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash2": sdpa(SDPBackend.FLASH_ATTENTION),
     "fa4-dense": fa4_dense,
 }
-SPARSE: dict[str, Callable[..., Callable]] = {"flex": flex, "fa4": fa4_sparse}
+SPARSE: dict[str, Peer] = {"flex": flex, "fa4": fa4}
 
 
 def _token_major(*tensors: Tensor) -> list[Tensor]:
@@ -110,13 +75,6 @@ def _token_major(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1).contiguous()[None] for x in tensors]
 
 
-def _without_diagonal(mask: Tensor) -> Tensor:
-    return mask & ~torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
-
-
-def _diagonal(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists with the diagonal block alone: int32 [heads, blocks, blocks], [heads, blocks]."""
-    heads, blocks, _ = mask.shape
-    index = torch.zeros(heads, blocks, blocks, dtype=torch.int32, device=mask.device)
-    index[..., 0] = torch.arange(blocks, device=mask.device)
-    return index, torch.ones(heads, blocks, dtype=torch.int32, device=mask.device)
+def _split(mask: Tensor | None) -> Split:
+    assert mask is not None
+    return split_diagonal(triton_backend.block_lists(mask), 0)

@@ -20,6 +20,13 @@ class Times:
     first_s: float
 
 
+WARM_UP_S = 0.1
+"""Long enough for clocks to settle after whatever ran before."""
+SPAN_S = 0.1
+"""Short calls are repeated until they took this long together."""
+MOST_REPEATS = 50
+
+
 def measure(
     runs: Sequence[Callable[[], object]], *, device: torch.device, repeats: int = 10
 ) -> Times:
@@ -28,9 +35,15 @@ def measure(
     runs[0]()
     synchronize(device)
     first_s = time.perf_counter() - start
-    for run in (*runs[1:], *runs):
-        run()
-    synchronize(device)
+    rounds, start = 0, time.perf_counter()
+    while rounds < 2 or (device.type == "cuda" and time.perf_counter() - start < WARM_UP_S):
+        for run in runs:
+            run()
+        synchronize(device)
+        rounds += 1
+    call_s = (time.perf_counter() - start) / (rounds * len(runs))
+    if device.type == "cuda":
+        repeats = max(repeats, min(MOST_REPEATS, int(SPAN_S / call_s)))
     if device.type != "cuda":
         spans = [_wall_ms(runs[i % len(runs)]) for i in range(repeats)]
     else:
@@ -56,9 +69,26 @@ def copies(bytes_per_set: int, device: torch.device, *, at_most: int = 4) -> int
     return min(at_most, max(1, -(-(128 << 20) // bytes_per_set)))
 
 
+def clocks_under_load(device: torch.device) -> str:
+    """`clocks` while the GPU multiplies matrices."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(2000):  # about 3 s of work, queued
+        torch.mm(a, a)
+    said = clocks()
+    torch.cuda.synchronize()
+    return said
+
+
 def clocks() -> str:
     """What the driver says of clocks, power and temperature now (read only)."""
-    query = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    return _ask("clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu")
+
+
+def driver() -> str:
+    return _ask("driver_version")
+
+
+def _ask(query: str) -> str:
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

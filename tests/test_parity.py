@@ -6,7 +6,8 @@ import torch
 import xsparse
 from tests.families import FAMILIES, prompt, tiny
 from xsparse.hf import bound, cache_argument
-from xsparse.session import Settings, build
+from xsparse.build import build
+from xsparse.settings import Settings
 
 # No length is a multiple of anything here; block 16, page 64, chunk 64.
 LENGTHS = [1, 15, 16, 17, 63, 65, 131, 197]

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from xsparse.attention import Session
+from xsparse.build import build
 from xsparse.counters import density
 from xsparse.hf import bound
-from xsparse.session import Settings, build
+from xsparse.settings import Settings
 
 
 class Stats:
@@ -17,21 +18,22 @@ class Stats:
     """
 
     def __init__(self, session: Session):
-        self._session = session
-        self._last: dict[str, Any] | None = None
+        self._session: Session | None = session
+        self._offload = session.engine.name == "offload"
+        self._last: dict[str, Any] = {}
 
     def freeze(self) -> None:
-        """Keep the numbers as they are now; the engine may then go."""
-        self._last = self._read()
-
-    def _read(self) -> dict[str, Any]:
-        counters = self._session.counters
-        return {**counters.read(), "stages_s": counters.stages_s()}
+        """Keep the numbers as they are now and let go of the session and its memory."""
+        self._last = self.numbers
+        self._session = None
 
     @property
     def numbers(self) -> dict[str, Any]:
         """Every counter by name (docs/results.md), and seconds by stage."""
-        return self._last if self._last is not None else self._read()
+        if self._session is None:
+            return self._last
+        counters = self._session.counters
+        return {**counters.read(), "stages_s": counters.stages_s()}
 
     def _ratio(self, kept: str, of: str) -> float | None:
         return density(self.numbers.get(kept), self.numbers.get(of))
@@ -55,7 +57,7 @@ class Stats:
     @property
     def transfer_ratio(self) -> float | None:
         """None with the resident engine, which moves nothing."""
-        if self._session.engine.name == "resident":
+        if not self._offload:
             return None
         return self._ratio("bytes_h2d", "bytes_history")
 
@@ -76,7 +78,7 @@ def attach(
     """Let `model` attend through xsparse inside the block, `model.generate` included.
 
     model: a transformers decoder (llama, mistral, qwen2, qwen3 families); selector: a registered
-    name; offload: K and V in host memory; settings: the fields of `xsparse.session.Settings`
+    name; offload: K and V in host memory; settings: the fields of `xsparse.settings.Settings`
     (threshold, stride, block_size, chunk_size, decode_selector, ...), other names being options
     of the selector. One unpadded sequence at a time. Yields Stats; the model is restored on exit,
     also after an exception. Raises ValueError for what is not supported or does not fit.

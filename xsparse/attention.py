@@ -24,6 +24,9 @@ STAGE_OF_OPERATOR = {
 }
 
 
+Part = tuple[Tensor, Tensor]  # output [q_heads, C, d] and log-sum-exp [q_heads, C]
+
+
 @dataclass(frozen=True)
 class Rules:
     """How a mask becomes what moves and what is executed (docs/design.md)."""
@@ -79,6 +82,7 @@ class Session:
         """
         traffic = self.engine.traffic
         h2d, d2h = traffic.h2d, traffic.d2h
+        self.counters.timing = not self.decoding  # stage times are those of prefill
         step = self._decode if self.decoding else self._prefill_in_chunks
         out = step(layer, q, k, v, scaling)
         phase = "decode_" if self.decoding else ""
@@ -171,7 +175,7 @@ class Session:
         scaling: float,
     ) -> Tensor:
         """Attention inside the executed mask, window by window."""
-        parts = []
+        merged = None
         for window in self.engine.windows(layer, tiles, pages):
             with self.counters.stage("select"):
                 lists = self.ops.block_lists(window.mask(executed))
@@ -183,28 +187,36 @@ class Session:
                 scaling=scaling,
                 out_dtype=self.part_dtype,
             )
-            parts = self._join(parts, part)
-        return parts[0][0].to(q.dtype)
+            merged = self._merge(merged, part)
+        assert merged is not None  # the chunk itself is always a window
+        return merged[0].to(q.dtype)
 
     def _read_all(self, layer: int, q: Tensor, scaling: float) -> Tensor:
         """Dense causal attention, part by part."""
-        parts = []
+        merged = None
         for k, v, causal in self.engine.dense_parts(layer):
             part = self.ops.dense_attention(
                 q, k, v, scaling=scaling, causal=causal, out_dtype=self.part_dtype
             )
-            parts = self._join(parts, part)
-        return parts[0][0].to(q.dtype)
+            merged = self._merge(merged, part)
+        assert merged is not None
+        return merged[0].to(q.dtype)
 
-    def _join(self, parts: list, part: tuple[Tensor, Tensor]) -> list:
-        if not parts:
-            return [part]
-        (out, lse), (more, more_lse) = parts[0], part
-        return [self.ops.merge_states([out, more], [lse, more_lse])]
+    def _merge(self, merged: Part | None, part: Part) -> Part:
+        if merged is None:
+            return part
+        return self.ops.merge_states([merged[0], part[0]], [merged[1], part[1]])
 
     def _count_mass(self, layer: int, q: Tensor, executed: Tensor, site: Site) -> None:
-        """Share of the true attention mass inside the executed mask (a diagnostic, not timed)."""
-        k = torch.cat([piece for _, piece in self.engine.keys(layer).pieces()], 1)
+        """Share of the true attention mass inside the executed mask.
+
+        A diagnostic: what it reads is no traffic of the method, and its row compares no times.
+        """
+        traffic = self.engine.traffic
+        h2d = traffic.h2d
+        # Cloned, since the next piece may come through the same slot of the ring.
+        k = torch.cat([piece.clone() for _, piece in self.engine.keys(layer).pieces()], 1)
+        traffic.h2d = h2d
         mass = self.ops.attention_mass(
             q, k, block_size=site.block_size, q_start=site.q_start, scaling=site.scaling
         )

@@ -12,13 +12,16 @@ import shlex
 import shutil
 import signal
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from xsparse.config import Config, ConfigError, from_hydra, parse_length, parse_threshold, register
+from xsparse.config import Config, from_hydra, parse_length, register
+from xsparse.settings import ConfigError, parse_threshold
 
-CONF = Path(__file__).parents[1] / "conf"
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
 BAD_INPUT, INTERRUPTED = 2, 130
 # Hydra has no type for "a number or @file" or "an int or a list": these keys are typed here.
 UNTYPED = {"threshold": parse_threshold, "length": parse_length}
@@ -53,7 +56,7 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 def _run(argv: list[str]) -> int:
     flags, overrides = split(argv)
-    overrides = [o for given in overrides for o in name_model(given)]
+    overrides = [quote(o) for given in overrides for o in name_model(given)]
     multirun = bool(MULTIRUN & set(flags))
     if set(flags) - MULTIRUN:  # --help, --cfg, ...: Hydra answers
         _hydra([*flags, *overrides])
@@ -101,10 +104,21 @@ def name_model(override: str) -> list[str]:
     return [override]
 
 
+def quote(override: str) -> str:
+    """`key=a=b`, which Hydra's grammar has no place for, as `key='a=b'`."""
+    key, _, value = override.partition("=")
+    if "=" not in value or re.search(r"['\"()\[\]{}]", value):
+        return override
+    return f"{key}=" + ",".join(f"'{v}'" for v in value.split(","))
+
+
 def check_types(overrides: list[str]) -> None:
     """Refuse a sweep with a value that no point could be made of (ranges fail their point)."""
-    for point in expand([o for o in overrides if o.partition("=")[0] in UNTYPED]):
-        for override in _parse(point):
+    for given in _parse([o for o in overrides if o.partition("=")[0] in UNTYPED]):
+        if given.is_sweep_override() and not given.is_discrete_sweep():
+            continue  # an interval, of which another sweeper than Hydra's own draws numbers
+        for [point] in expand([str(given.input_line)]):
+            [override] = _parse([point])
             try:
                 UNTYPED[override.key_or_group](override.value())
             except ConfigError:
@@ -150,28 +164,38 @@ def preflight(config: Config) -> None:
 def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
     from xsparse import store, sweep
 
-    results = next((o[8:] for o in reversed(overrides) if o.startswith("results=")), "results")
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    given = [o.partition("=")[2] for o in overrides if o.startswith(f"{key}=")]
+    given = _folder(overrides, key)
     command = shlex.join(["python", *sys.argv])
     if given:
-        folder = store.SweepFolder.open(given[-1], command)
+        folder = store.SweepFolder.open(given, command)
     else:
-        folder = store.SweepFolder.create(results, command)
-        overrides = [*overrides, f"{key}={folder.path}"]
+        folder = store.SweepFolder.create(_folder(overrides, "results") or "results", command)
+        path = str(folder.path).replace("'", "\\'")
+        overrides = [*overrides, f"{key}='{path}'"]
     try:
         _hydra([*flags, *overrides])
     except KeyboardInterrupt:
         sweep.finish(folder)
         raise
     except Exception as error:
-        if not folder.points():
+        if all(point["state"] == "pending" for point in folder.points()):
             if not given:
                 shutil.rmtree(folder.path)
-            raise
+            if _is_bad_input(error):
+                raise
+            raise ConfigError(f"the sweep did not start: {one_line(error)}") from error
         # A launcher that lost a process: the other points count, and this one shows as such.
-        print(f"run.py: {one_line(error)}", file=sys.stderr)
+        print(f"run.py: {textwrap.shorten(one_line(error), 200)}", file=sys.stderr)
     return sweep.finish(folder)
+
+
+def _folder(overrides: list[str], key: str) -> str | None:
+    """The folder that an override names, without the quotes it may need."""
+    values = [o.value() for o in _parse([o for o in overrides if o.startswith(f"{key}=")])]
+    if values and not isinstance(values[-1], (str, int, float)):
+        raise ConfigError(f"{key}: allowed is one folder for all points")
+    return str(values[-1]) if values else None
 
 
 def _hydra(argv: list[str]) -> None:
@@ -183,6 +207,9 @@ def _hydra(argv: list[str]) -> None:
 
         return sweep.run_job(node)
 
+    # Processes that a launcher starts find this package where it lies, installed or not.
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.argv[1:] = argv
     job()
 
@@ -211,6 +238,9 @@ def one_line(error: BaseException) -> str:
         return f"{several[1]}: several values are a sweep and need -m; a list is key=[a,b]"
     if lone := re.search(r"Error parsing override '([^']+)'", text):
         return f"{lone[1]}: allowed is KEY=VALUE"
+    if plugin := re.search(r"Could not (?:find|load) '(hydra/\w+)/([^']+)'", text):
+        extras = "extras of this project: slurm | ray | optuna"
+        return f"{plugin[1]}={plugin[2]}: no Hydra plugin of that name is installed ({extras})"
     if unknown := re.search(r"Could not find '([^/]+)/([^']+)'", text):
         names = sorted(p.stem for p in (CONF / unknown[1]).glob("*.yaml"))
         return f"{unknown[1]}={unknown[2]}: allowed is {' | '.join(names)}"

@@ -4,35 +4,17 @@ The dataclasses are Hydra's schema, so unknown keys and wrong types are refused 
 values out of range are refused in `__post_init__`. Nothing here imports torch.
 """
 
-import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
-
-class ConfigError(ValueError):
-    """One line: the key, the value and what is allowed."""
-
-
-def _refuse(key: str, value: Any, allowed: str) -> None:
-    raise ConfigError(f"{key}={value}: allowed is {allowed}")
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        _refuse(key, value, " | ".join(allowed))
-
-
-def _at_least(key: str, value: float, low: float) -> None:
-    if not value >= low:
-        _refuse(key, value, f">= {low}")
+from xsparse.settings import ConfigError, Settings, at_least, one_of, refuse
 
 
 @dataclass
 class ModelConfig:
-    name: str | None = None
+    name: str = MISSING
     source: str = "hub"
     id: str | None = None
     revision: str | None = None
@@ -42,7 +24,7 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("model.source", self.source, ("wheel", "hub", "path", "random"))
+        one_of("model.source", self.source, ("wheel", "hub", "path", "random"))
 
 
 @dataclass
@@ -61,11 +43,6 @@ class EngineConfig:
     name: str = "resident"
     host_memory_gb: float | None = None
 
-    def __post_init__(self) -> None:
-        _one_of("engine", self.name, ("resident", "offload"))
-        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
-            _refuse("engine.host_memory_gb", self.host_memory_gb, "> 0, or null for what is free")
-
 
 @dataclass
 class TrackerConfig:
@@ -75,12 +52,15 @@ class TrackerConfig:
     dir: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("tracker", self.name, ("auto", "online", "offline", "disabled"))
+        one_of("tracker", self.name, ("auto", "online", "offline", "disabled"))
 
 
-RULES = ("any", "vote", "mean_score")
-DIGESTS = ("none", "streamed", "resident_k", "strided_k", "minmax")
-BACKENDS = ("auto", "torch", "triton", "flex", "fa4", "naive")
+# Keys of Config that Settings has under the same name.
+SHARED = (
+    *("threshold", "stride", "seed", "block_size", "block_size_ratio", "chunk_size"),
+    *("transfer", "ring_slots", "digest", "reduce_heads", "reduce_queries", "reduce_sub_blocks"),
+    *("attend", "decode_selector", "decode_budget_tokens", "ops_backend", "mass_recall"),
+)
 
 
 @dataclass
@@ -128,63 +108,31 @@ class Config:
     def __post_init__(self) -> None:
         try:
             self.length = parse_length(self.length)
-            self.threshold = parse_threshold(self.threshold)
         except TypeError as error:
             raise ConfigError(str(error)) from None
-        for key in ("samples", "block_size", "block_size_ratio", "chunk_size"):
-            _at_least(key, getattr(self, key), 1)
-        _at_least("seed", self.seed, 0)
-        _at_least("ring_slots", self.ring_slots, 2)
-        if self.stride < 1 or self.block_size % self.stride:
-            _refuse("stride", self.stride, f"a divisor of block_size={self.block_size}")
-        if self.chunk_size % self.block_size:
-            _refuse("chunk_size", self.chunk_size, f"a multiple of block_size={self.block_size}")
-        for key in ("reduce_heads", "reduce_queries", "reduce_sub_blocks"):
-            _one_of(key, getattr(self, key), RULES)
-        _one_of("attend", self.attend, ("mask", "set"))
-        _one_of("transfer", self.transfer, ("ring", "gather"))
-        _one_of("decode_selector", self.decode_selector, ("full", "minmax"))
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _one_of("ops_backend", self.ops_backend, BACKENDS)
+        at_least("samples", self.samples, 1)
+        at_least("seed", self.seed, 0)
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            _refuse("device", self.device, "auto | cpu | cuda | cuda:N")
-        if self.digest is not None:
-            _one_of("digest", self.digest, DIGESTS)
-            if self.engine.name == "resident":
-                _refuse("digest", self.digest, "null with engine=resident, where K is at hand")
-        if self.decode_selector == "minmax" and self.decode_budget_tokens < 3 * self.block_size:
-            _refuse(
-                "decode_budget_tokens",
-                self.decode_budget_tokens,
-                f">= {3 * self.block_size} (three blocks are always kept)",
-            )
+            refuse("device", self.device, "auto | cpu | cuda | cuda:N")
+        self.threshold = self.settings().threshold
         try:
-            self._check_selector()
             self._check_tasks()
         except ConfigError:
             raise
-        except ValueError as error:  # what the parts themselves refuse
+        except ValueError as error:  # what the tasks refuse
             raise ConfigError(str(error)) from None
 
-    def _check_selector(self) -> None:
-        from xsparse import selectors
-        from xsparse.digests import choose_digest
-
+    def settings(self) -> Settings:
+        """How a sequence is attended at this point. Raises ConfigError."""
         options = {str(key): value for key, value in self.selector.items()}
-        name = str(options.pop("name", None))
-        selector = selectors.build(
-            name, threshold=self.threshold, stride=self.stride, **{"seed": self.seed} | options
+        return Settings(
+            selector=str(options.pop("name", None)),
+            selector_options=options,
+            engine=self.engine.name,
+            host_memory_gb=self.engine.host_memory_gb,
+            **{key: getattr(self, key) for key in SHARED},
         )
-        rules = (self.reduce_heads, self.reduce_queries, self.reduce_sub_blocks)
-        if "mean_score" in rules and not selector.has_scores:
-            raise ConfigError(f"mean_score: selector={name} has no scores; allowed is any | vote")
-        if self.engine.name == "offload":
-            choose_digest(
-                selector,
-                self.digest,
-                decode_selector=self.decode_selector,
-                mass_recall=self.mass_recall,
-            )
 
     def _check_tasks(self) -> None:
         from xsparse import tasks
@@ -211,25 +159,12 @@ def parse_length(value: Any) -> list[int]:
         if isinstance(item, bool) or not isinstance(item, int):
             raise TypeError(f"length={value}: allowed is an int or a list of ints")
     if not items:
-        _refuse("length", value, "at least one length")
+        refuse("length", value, "at least one length")
     for item in items:
-        _at_least("length", item, 1)
+        at_least("length", item, 1)
     if len(set(items)) != len(items):
-        _refuse("length", value, "each length once")
+        refuse("length", value, "each length once")
     return list(items)
-
-
-def parse_threshold(value: Any) -> float | str:
-    """A share in [0, 1], rounded to 10 digits, or "@file.json". TypeError for anything else."""
-    if isinstance(value, str) and value.startswith("@"):
-        if not Path(value[1:]).is_file():
-            _refuse("threshold", value, "a number in [0, 1] or @ and the path of a table")
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"threshold={value}: allowed is a number in [0, 1] or @file.json")
-    if math.isnan(value) or not 0 <= value <= 1:
-        _refuse("threshold", value, "a number in [0, 1] or @file.json")
-    return round(float(value), 10)
 
 
 def from_hydra(node: Any) -> Config:

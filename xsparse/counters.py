@@ -31,18 +31,17 @@ class Counters:
     def reset(self) -> None:
         self._host: dict[str, int] = defaultdict(int)
         self._device: dict[str, Tensor] = {}
-        self._spans: list[tuple[list[str], torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
-        self._open: list[str] = []
+        self._open: list[tuple[str, torch.cuda.Stream | None]] = []
+        self.timing = True
 
     def add(self, name: str, value: Tensor | int) -> None:
         """Add a number known on the host, or a 0-d tensor that stays where it is."""
         if isinstance(value, Tensor):
             value = value.to(torch.float64)
-            if name in self._device:
-                self._device[name] += value
-            else:
-                self._device[name] = value.clone()
+            # Not in place: a sum begun in inference mode may go on outside of it.
+            self._device[name] = self._device[name] + value if name in self._device else value
         else:
             self._host[name] += value
 
@@ -50,36 +49,42 @@ class Counters:
     def stage(self, name: str):
         """Time the body: between two events on CUDA, on the wall clock elsewhere.
 
-        A stage inside another is taken off the outer one.
+        A stage inside another is taken off the outer one, unless it runs on another stream beside
+        it. Nothing is timed while `timing` is off.
         """
-        self._open.append(name)
-        nest = self._open[-2:]
+        if not self.timing:
+            yield
+            return
+        cuda = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device) if cuda else None
+        outer = self._open[-1][0] if self._open and self._open[-1][1] == stream else None
+        self._open.append((name, stream))
         try:
-            if self.device.type == "cuda":
+            if cuda:
                 begin = torch.cuda.Event(enable_timing=True)
                 end = torch.cuda.Event(enable_timing=True)
                 begin.record()
                 yield
                 end.record()
-                self._spans.append((nest, begin, end))
+                self._spans.append((name, outer, begin, end))
             else:
                 begin_s = time.perf_counter()
                 yield
-                self._book(nest, time.perf_counter() - begin_s)
+                self._book(name, outer, time.perf_counter() - begin_s)
         finally:
             self._open.pop()
 
-    def _book(self, nest: list[str], seconds: float) -> None:
-        self._seconds[nest[-1]] += seconds
-        if len(nest) == 2:
-            self._seconds[nest[0]] -= seconds
+    def _book(self, name: str, outer: str | None, seconds: float) -> None:
+        self._seconds[name] += seconds
+        if outer:
+            self._seconds[outer] -= seconds
 
     def stages_s(self) -> dict[str, float]:
         """Seconds by stage; waits for the device."""
         if self._spans:
             torch.cuda.synchronize(self.device)
-            for nest, begin, end in self._spans:
-                self._book(nest, begin.elapsed_time(end) / 1e3)
+            for name, outer, begin, end in self._spans:
+                self._book(name, outer, begin.elapsed_time(end) / 1e3)
             self._spans.clear()
         return dict(self._seconds)
 
@@ -89,7 +94,7 @@ class Counters:
         if self._device:
             values = torch.stack(list(self._device.values())).tolist()
             for name, value in zip(self._device, values, strict=True):
-                read[name] = read.get(name, 0) + (int(value) if value == int(value) else value)
+                read[name] = read.get(name, 0) + (int(value) if value.is_integer() else value)
         return read
 
 

@@ -30,6 +30,10 @@ def find(wanted: str, env: dict | None = None) -> Device:
         return Device("cpu", env["cpu"])
     if not gpus:
         raise ValueError(f"device={wanted}: no CUDA device here; allowed is auto | cpu")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and all(part.strip().isdigit() for part in visible.split(",")):
+        shown = [int(part) for part in visible.split(",")]
+        gpus = [gpus[number] for number in shown if number < len(gpus)]
     number = int(wanted.partition(":")[2] or 0)
     if number >= len(gpus):
         raise ValueError(f"device={wanted}: allowed is cuda:0 to cuda:{len(gpus) - 1}")

@@ -81,7 +81,7 @@ def _memory_gb(
     else:
         layer_page = kv_token / shape.layers * config.page_size
         buffers = layer_page * (config.ring_slots + 2 * (config.chunk_size / config.page_size + 2))
-        digest = cache / 2 if config.digest in (None, "resident_k") else 0.0
+        digest = cache / 2 if config.settings().digest == "resident_k" else 0.0
         on_device, on_host = weights + buffers + digest + activations, cache
     if device.is_cuda:
         return on_device / 1e9, on_host / 1e9

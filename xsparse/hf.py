@@ -45,7 +45,7 @@ class SessionLayer(DynamicLayer):
     def crop(self, *args: Any) -> None:
         raise ValueError("xsparse: a cache cannot be cropped (assisted decoding is not supported)")
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = crop
+    reorder_cache = batch_repeat_interleave = batch_select_indices = crop  # type: ignore[assignment]
 
 
 class SessionCache(Cache):
@@ -136,6 +136,10 @@ def _on_forward(cache: SessionCache, key: str):
             if brought is not None and brought.get_seq_length():
                 raise ValueError("xsparse: a filled cache of another kind cannot be continued")
             session.reset()
+        elif len(set(session.engine.lengths)) > 1:
+            raise ValueError(
+                "xsparse: the last forward did not finish; begin a new sequence (without its cache)"
+            )
         if ids is not None:
             session.decoding = (
                 session.phase == "auto" and ids.shape[1] == 1 and (session.engine.length > 0)
@@ -178,6 +182,8 @@ def _attention(
         raise ValueError("xsparse: explicit attention masks are not supported")
     if dropout:
         raise ValueError(f"xsparse: dropout={dropout}: allowed is 0 (call model.eval())")
+    if query.requires_grad:
+        raise ValueError("xsparse: gradients are not supported; use torch.no_grad()")
     held = cache.layers[layer]
     if not held.pending:
         raise ValueError("xsparse: call the attached model itself, not an inner module")

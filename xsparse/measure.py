@@ -39,6 +39,7 @@ class Measured:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with torch.inference_mode():
+            self.session.engine.reserve(sample.length)
             new, clock = self._generate(
                 sample.input_ids, sample.max_new_tokens, stop=self.loaded.eos_ids
             )
@@ -89,10 +90,11 @@ class Measured:
 
         stages = session.counters.stages_s()
         session.phase = "auto"
+        decode_begin_s = time.perf_counter()
         while new[-1] not in stop and len(new) < max_new_tokens:
             token = self._forward(token.view(1, 1))[0, -1].argmax()
             new.append(int(token))
-        decode_s = time.perf_counter() - begin_s - ttft_s
+        decode_s = time.perf_counter() - decode_begin_s
         return new, {
             "ttft_s": ttft_s,
             "prefill_s": prefill_s,

@@ -5,13 +5,15 @@ the same model, prompts, engine and chunking shares.
 """
 
 import hashlib
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from xsparse import models, store, tasks
-from xsparse.config import Config, ConfigError
+from xsparse.config import Config
 from xsparse.device import Device, dtype_name, find
+from xsparse.settings import ConfigError, Settings
 
 Cell = tuple[str, int]  # (task, length)
 
@@ -21,6 +23,7 @@ class Plan:
     """cells in the order they run; dense: the run id of each cell's baseline."""
 
     config: Config
+    settings: Settings
     files: models.ModelFiles
     device: Device
     dtype: str
@@ -31,7 +34,7 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
-        return self.config.selector["name"] == "full" and self.config.decode_selector == "full"
+        return self.settings.is_dense
 
     def missing(self, run_id: str, cells: list[Cell]) -> list[tuple[str, int, int]]:
         """(task, length, index) of the prompts of a run that are not stored."""
@@ -77,37 +80,38 @@ def make(config: Config, progress: Any = None) -> Plan:
         )
     dtype = dtype_name(config.dtype, device)
     cells = [(task, length) for length in config.length for task in config.tasks]
+    settings = config.settings()
+    backend = "torch" if config.ops_backend == "auto" and not device.is_cuda else None
     shared = {
         "weights": files.weights_sha256,
         "tokenizer": files.tokenizer_hash,
         "template": config.model.chat_template_kwargs,
         "dtype": dtype,
-        "device": device.label if device.is_cuda else f"{device.label} x{env['cpu_count']}",
+        "device": device.label,
+        "threads": None if device.is_cuda else _threads(env),
         "versions": env["versions"],
         "source": store.source_hash(),
         "seed": config.seed,
-        "task": _task_identity(config, cells),
-        "engine": config.engine.name,
-        "chunk_size": config.chunk_size,
-        "ops_backend": config.ops_backend,
     }
-    if config.engine.name == "offload":
-        shared |= _pick(config, "block_size", "block_size_ratio", "ring_slots")
-    dense = {cell: store.identity({**shared, "selector": "full", "cell": cell}) for cell in cells}
-    own = {**shared, "selector": dict(config.selector), "cells": cells} | _pick(
-        config,
-        *("threshold", "stride", "block_size", "block_size_ratio", "ring_slots", "digest"),
-        *("reduce_heads", "reduce_queries", "reduce_sub_blocks", "attend", "transfer"),
-        *("decode_selector", "decode_budget_tokens", "mass_recall"),
-    )
-    if isinstance(config.threshold, str):
-        own["threshold"] = _file_hash(Path(config.threshold[1:]))
-    run_id = store.identity(own)
-    return Plan(config, files, device, dtype, env, cells, run_id, dense)
+
+    def run_id(of: Settings, of_cells: list[Cell]) -> str:
+        own = of.concerns() | ({"ops_backend": backend} if backend else {})
+        if isinstance(own.get("threshold"), str):
+            own["threshold"] = _file_hash(Path(own["threshold"][1:]))
+        return store.identity(
+            {**shared, **own, "cells": of_cells, "task": _task_identity(config, of_cells)}
+        )
+
+    dense = {cell: run_id(settings.dense(), [cell]) for cell in cells}
+    return Plan(config, settings, files, device, dtype, env, cells, run_id(settings, cells), dense)
 
 
-def _pick(config: Config, *keys: str) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in keys}
+def _threads(env: dict[str, Any]) -> dict[str, Any]:
+    """What decides how many CPU threads torch uses."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "OMP_NUM_THREADS": env["variables"]["OMP_NUM_THREADS"],
+    }
 
 
 def _task_identity(config: Config, cells: list[Cell]) -> dict[str, Any]:
@@ -120,4 +124,5 @@ def _task_identity(config: Config, cells: list[Cell]) -> dict[str, Any]:
 
 
 def _file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from xsparse import models, store
-from xsparse.config import ConfigError
 from xsparse.plan import Cell, Plan
 from xsparse.progress import Progress
-from xsparse.rows import build_rows
+from xsparse.rows import CONFIG_COLUMNS, build_rows
+from xsparse.settings import ConfigError, Settings
 
 log = logging.getLogger(__name__)
+SETTINGS = Settings.__dataclass_fields__
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ def _rows(workshop: "Workshop", run: store.RunFolder, *, dense: bool) -> list[di
         return build_rows(identity, run.samples(), None)
     runs = {cell: store.RunFolder(root / run_id) for cell, run_id in plan.dense.items()}
     baseline = [sample for dense_run in runs.values() for sample in dense_run.samples()]
-    hosts = {dense_run.environment().get("host") for dense_run in runs.values()}
-    hosts.add(run.environment().get("host"))
+    hosts = {host for stored in (run, *runs.values()) for host in _hosts(stored)}
     return build_rows(
         identity,
         run.samples(),
@@ -116,6 +116,12 @@ def _rows(workshop: "Workshop", run: store.RunFolder, *, dense: bool) -> list[di
     )
 
 
+def _hosts(run: store.RunFolder) -> list[str | None]:
+    """Every host that computed a sample of the run."""
+    env = run.environment()
+    return [one.get("host") for one in (env, *env.get("earlier", []))]
+
+
 class Workshop:
     """The model and what runs on it; the model is loaded with the first prompt."""
 
@@ -123,47 +129,25 @@ class Workshop:
         self.plan = plan
         self.progress = progress
         self.shape = models.shape(plan.config.model)
-        self.selector = self._check()
+        self._check()
 
-    def _check(self) -> Any:
-        """Refuse what does not fit together before a model is loaded; the selector."""
+    def _check(self) -> None:
+        """Refuse what does not fit together before a model is loaded."""
         import torch
 
-        from xsparse import ops, session
+        from xsparse import ops
+        from xsparse.build import make_selector
 
         try:
             ops.get(self.plan.config.ops_backend, torch.device(self.plan.device.kind))
-            return session.make_selector(
-                self._settings(dense=False), layers=self.shape.layers, q_heads=self.shape.q_heads
+            make_selector(
+                self.plan.settings,
+                layers=self.shape.layers,
+                q_heads=self.shape.q_heads,
+                model_name=self.plan.files.name,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-
-    def _settings(self, *, dense: bool) -> Any:
-        from xsparse.session import Settings
-
-        config = self.plan.config
-        options = dict(config.selector)
-        shared = {
-            key: getattr(config, key)
-            for key in Settings.__dataclass_fields__
-            if key not in ("selector", "engine") and hasattr(config, key)
-        }
-        settings = Settings(
-            **shared
-            | {
-                "selector": options.pop("name"),
-                "selector_options": options,
-                "engine": config.engine.name,
-                "host_memory_gb": config.engine.host_memory_gb,
-                "model_name": self.plan.files.name,
-            }
-        )
-        if dense:
-            settings.selector, settings.selector_options = "full", {}
-            settings.decode_selector, settings.digest, settings.mass_recall = "full", None, False
-            settings.transfer = "ring"
-        return settings
 
     def run(
         self, run: store.RunFolder, missing: list[tuple[str, int, int]], *, dense: bool
@@ -171,12 +155,15 @@ class Workshop:
         """Compute the missing prompts of a run, one after another, into its folder."""
         if not missing:
             return
-        from xsparse import session, tasks
+        from xsparse import tasks
+        from xsparse.build import build
         from xsparse.measure import load_once, measured
 
         config, plan = self.plan.config, self.plan
         loaded = load_once(config.model, plan.dtype, plan.device.kind)
-        built = session.build(loaded.model, self._settings(dense=dense))
+        self._check_device()
+        settings = plan.settings.dense() if dense else plan.settings
+        built = build(loaded.model, settings, plan.files.name)
         name = "dense" if dense else config.selector["name"]
         warm_up_tokens = self.warmup_tokens
         with measured(loaded, built) as bench, self.progress.prompts(name, len(missing)) as tick:
@@ -196,6 +183,17 @@ class Workshop:
                 run.append(record)
                 tick(record)
 
+    def _check_device(self) -> None:
+        """The name in the rows must be that of the device which computes."""
+        import torch
+
+        device = self.plan.device
+        if device.is_cuda and torch.cuda.get_device_name(device.kind) != device.label:
+            raise ValueError(
+                f"device={device.kind} is {torch.cuda.get_device_name(device.kind)}, not "
+                f"{device.label}: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            )
+
     @property
     def warmup_tokens(self) -> int:
         """Two blocks on a CPU; on CUDA enough to compile and allocate everything."""
@@ -209,11 +207,10 @@ class Workshop:
         import torch
 
         from xsparse import ops
-        from xsparse.digests import choose_digest
-        from xsparse.selectors import registry
 
         config, plan = self.plan.config, self.plan
-        settings = self._settings(dense=dense)
+        settings = plan.settings.dense() if dense else plan.settings
+        concerns = settings.concerns()
         backend = ops.get(config.ops_backend, torch.device(plan.device.kind))
         query = torch.empty(
             self.shape.q_heads,
@@ -222,40 +219,14 @@ class Workshop:
             dtype=getattr(torch, plan.dtype),
             device=plan.device.kind,
         )
-        offload = config.engine.name == "offload"
-        selector = registry.build("full") if dense else self.selector
-        has = registry.parameters(selector.name)
-        minmax = settings.decode_selector == "minmax"
         return {
+            **{key: concerns.get(key) for key in CONFIG_COLUMNS if key in SETTINGS},
             "run_id": run_id,
             "model": plan.files.name,
             "weights_sha256": plan.files.weights_sha256,
             "tokenizer_hash": plan.files.tokenizer_hash,
             "dtype": plan.dtype,
             "seed": config.seed,
-            "selector": selector.name,
-            "threshold": config.threshold if "threshold" in has else None,
-            "stride": config.stride if "stride" in has else None,
-            "block_size": config.block_size,
-            "block_size_ratio": config.block_size_ratio,
-            "chunk_size": config.chunk_size,
-            "reduce_heads": config.reduce_heads,
-            "reduce_queries": config.reduce_queries,
-            "reduce_sub_blocks": config.reduce_sub_blocks,
-            "attend": config.attend,
-            "engine": config.engine.name,
-            "transfer": settings.transfer if offload else None,
-            "ring_slots": config.ring_slots if offload else None,
-            "digest": choose_digest(
-                selector,
-                settings.digest,
-                decode_selector=settings.decode_selector,
-                mass_recall=settings.mass_recall,
-            )
-            if offload
-            else None,
-            "decode_selector": settings.decode_selector,
-            "decode_budget_tokens": config.decode_budget_tokens if minmax else None,
             "ops_backend": backend.name,
             "dense_kernel": backend.dense_kernel(query),
             "device": plan.device.label,

@@ -9,30 +9,53 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hydra.experimental.callback import Callback
 from rich.console import Console
 
 from xsparse import store, tracking
-from xsparse.config import ConfigError, from_hydra
+from xsparse.config import from_hydra
 from xsparse.models import ModelError
 from xsparse.plan import Plan, make
 from xsparse.progress import Progress
 from xsparse.runner import Outcome, run_point
+from xsparse.settings import ConfigError
 
 log = logging.getLogger(__name__)
 OK, FAILED = 0, 3
+# Why a point without an error is not done when the sweep is over.
+SILENT = {
+    "pending": "it was never started",
+    "running": "it has not reported its end",
+    "interrupted": "it was interrupted, or its process was killed",
+}
+
+
+class Announce(Callback):
+    """Notes every point of a sweep before the first one runs, so that one that never starts, its
+    launcher having died, counts as failed. Sweepers that decide as they go announce nothing."""
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        from xsparse.cli import expand
+
+        hydra = config.hydra
+        if not hydra.sweeper._target_.endswith(".BasicSweeper"):
+            return
+        fixed = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+        folder = store.SweepFolder.open(hydra.sweep.dir, " ".join(sys.argv))
+        for number, overrides in enumerate(expand([*fixed, *hydra.overrides.task])):
+            folder.add_point(number, overrides)
 
 
 def run_job(node: Any) -> tuple[float, float] | None:
     """One Hydra job: the objectives (accuracy, 1 - mask density) or None if it failed."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from omegaconf import OmegaConf
 
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
     number = int(hydra.job.num) if multirun else 0
     path = Path(hydra.sweep.dir if multirun else hydra.run.dir)
-    overrides = list(OmegaConf.to_container(hydra.overrides.task))  # type: ignore[arg-type]
+    overrides = [str(override) for override in hydra.overrides.task]
     folder = store.SweepFolder.open(path, " ".join(sys.argv))
     folder.add_point(number, overrides)
     label = f"[{number}] {' '.join(overrides)}: " if multirun else ""
@@ -131,8 +154,11 @@ def finish(folder: store.SweepFolder) -> int:
     failures = folder.failures()
     for point in failures:
         where = " ".join(point["overrides"]) or "the only point"
+        if not point.get("error"):
+            point["error"] = SILENT[point["state"]]
+            folder.set_point(point["number"], point["state"], error=point["error"])
         console.print(
-            f"point {point['number']} ({where}) {point['state']}: {point['error'] or 'no reason'}",
+            f"point {point['number']} ({where}) {point['state']}: {point['error']}",
             style="red",
             markup=False,
             highlight=False,

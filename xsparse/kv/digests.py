@@ -111,5 +111,6 @@ DIGESTS = {d.name: d for d in (Digest, Streamed, ResidentK, StridedK, MinMax)}
 def _grow(old: Tensor | None, size: tuple[int, ...], shape: CacheShape) -> Tensor:
     new = torch.zeros(size, dtype=shape.dtype, device=shape.device)
     if old is not None:
-        new[:, :, : old.shape[2]] = old
+        kept = min(old.shape[2], new.shape[2])
+        new[:, :, :kept] = old[:, :, :kept]
     return new

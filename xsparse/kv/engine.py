@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xsparse.kv.shape import CacheShape
 from xsparse.ops.tiles import KVTiles
+from xsparse.selectors.base import KeyView
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,23 @@ class Engine(ABC):
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` in all. Raises MemoryError naming GB needed and available."""
+        """Make room for `tokens` in all, no more than whole pages need.
+
+        Raises MemoryError naming GB needed and available.
+        """
+
+    def _make_room(self, end: int) -> None:
+        """Before appending up to `end`: where nobody reserved, capacity doubles."""
+        if end > self.capacity:
+            self.reserve(max(end, 2 * self.capacity))
 
     @abstractmethod
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Add a chunk. k, v: [kv_heads, C, head_dim]."""
 
     @abstractmethod
-    def keys(self, layer: int):
-        """The KeyView of the layer, the last chunk included."""
+    def keys(self, layer: int) -> KeyView:
+        """K of the layer, the last chunk included."""
 
     @abstractmethod
     def windows(self, layer: int, tiles: Tensor, pages: Tensor | None) -> Iterator[Window]:
@@ -111,8 +120,3 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give every buffer of the sequence back."""
-
-
-def grown(have: int, need: int, step: int) -> int:
-    """Capacity in tokens after growing from `have` to hold `need`: doubling, in whole steps."""
-    return -(-max(need, 2 * have if have else need) // step) * step

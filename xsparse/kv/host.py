@@ -5,6 +5,8 @@ contiguous, so are its K half and its V half, and so is every tile. One layout s
 copies and tile gathers.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,17 @@ from xsparse.kv.shape import CacheShape
 
 
 def available_bytes() -> int:
-    """Host memory that can still be taken, in bytes."""
+    """Host memory that can still be taken, in bytes: the machine's, within the cgroup's limit."""
     with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+        free = {line.split(":")[0]: line.split()[1] for line in file}
+    available = int(free["MemAvailable"]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:  # no cgroup v2 here
+        return available
+    return available if limit == "max" else min(available, int(limit) - used)
 
 
 def allocate(shape: CacheShape, pages: int, limit_bytes: int | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """K and V in host memory, read back as pages through a ring of device slots or as gathered tiles.
 
 Only the current chunk, the open last block and a digest stay on the device. A chunk is copied to
-the host while the next layer computes; marks per (layer, page) and per slot order the copies.
+the host while the next layer computes; marks per layer and per slot order the copies.
 Without a CUDA device the same path runs with plain copies, counted as if they crossed a link.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from xsparse.kv import host
-from xsparse.kv.digests import DIGESTS, ResidentK
-from xsparse.kv.engine import Engine, Memory, Window, grown
+from xsparse.kv.digests import DIGESTS, MinMax, ResidentK, StridedK
+from xsparse.kv.engine import Engine, Memory, Window
 from xsparse.kv.shape import CacheShape
 from xsparse.kv.streams import CopyLane, Mark, compute_mark, compute_waits
 from xsparse.ops.bounds import block_minmax
@@ -50,30 +50,37 @@ class OffloadEngine(Engine):
         self.chunks = [_Chunk(self._zeros(chunk_pages, *page), s) for _ in range(2)]
         self.open_block = self._zeros(s.layers, 2, s.kv_heads, s.block_size, s.head_dim)
         self.slots = [_Slot(self._zeros(*page)) for _ in range(ring_slots)]
+        # Behind the copies of each layer's pages to the host: all of them, and all but the last
+        # chunk's, which is what history waits for.
         self.written: list[Mark] = [None] * s.layers
+        self.history_written: list[Mark] = [None] * s.layers
+        self.tables: _Tables | None = None
         self._gathered = self._zeros(2, 0, s.block_size, s.head_dim)
-        self._turn = 0
 
+    @torch.inference_mode(False)  # or buffers could not be written outside inference mode
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
 
+    @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         if tokens <= self.capacity:
             return
         s = self.shape
-        capacity = grown(self.capacity, tokens, s.page_size)
-        self.d2h.synchronize()
+        capacity = s.pages(tokens) * s.page_size
+        self._settle()
         fresh = host.allocate(s, capacity // s.page_size, self.limit_bytes)
-        if self.store is not None:
+        if self.store is not None and any(self.lengths):
             fresh[:, : self.store.shape[1]] = self.store
-        self.store, self.capacity = fresh, capacity
+        # The digest first: if the device has no room for it, all stays as it was.
         self.digest.reserve(capacity)
+        self.store, self.capacity = fresh, capacity
+        self.tables = _Tables(s, capacity)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         s = self.shape
         start = self.lengths[layer]
         end = start + k.shape[1]
-        self.reserve(end)
+        self._make_room(end)
         chunk = self.chunk(layer)
         compute_waits(chunk.copied, s.device)  # its last copy to the host must have read it
         chunk.fill(start, k, v, self.open_block[layer])
@@ -111,6 +118,7 @@ class OffloadEngine(Engine):
                             )
                 block = stop
         self.traffic.d2h += (complete - chunk.first_block) * s.block_size * s.token_bytes
+        self.history_written[layer] = self.written[layer]
         chunk.copied = self.written[layer] = self.d2h.mark()
 
     def keys(self, layer: int) -> "OffloadKeys":
@@ -171,7 +179,7 @@ class OffloadEngine(Engine):
         assert self.store is not None
         with self.h2d.running():
             self.h2d.wait(slot.used)
-            self.h2d.wait(self.written[layer])
+            self.h2d.wait(self.history_written[layer])
             source = self.store[layer, page, halves]
             with self.stage("transfer"):
                 slot.data[halves].copy_(source, non_blocking=True)
@@ -180,14 +188,15 @@ class OffloadEngine(Engine):
 
     def _page_window(self, layer: int, page: int, slot: "_Slot", history: int) -> Window:
         s = self.shape
+        assert self.tables is not None
         first = page * s.block_size_ratio
         count = min(s.block_size_ratio, history - first)
-        numbers, local = self._numbers(first, count)
         v_pool = slot.data.view(-1, s.block_size, s.head_dim)
-        v_index = local + s.kv_heads * s.block_size_ratio
-        k_pool, k_index = v_pool, local
+        v_index = self.tables.in_page[1][:, :count]
+        k_pool, k_index = v_pool, self.tables.in_page[0][:, :count]
         if isinstance(self.digest, ResidentK):
-            k_pool, k_index = self.digest.pool(layer), self._resident_index(numbers)
+            k_pool, k_index = self.digest.pool(layer), self.tables.resident[page][:, :count]
+        numbers = self.tables.numbers[page][:, :count]
         return Window(
             KVTiles(k_pool, v_pool, k_index, v_index, numbers), slice(first, first + count)
         )
@@ -196,7 +205,9 @@ class OffloadEngine(Engine):
         s = self.shape
         chunk = self.chunk(layer)
         blocks = s.blocks(self.lengths[layer]) - chunk.first_block
-        numbers, _ = self._numbers(chunk.first_block, blocks)
+        numbers = torch.arange(
+            chunk.first_block, chunk.first_block + blocks, dtype=torch.int32, device=s.device
+        ).expand(s.kv_heads, -1)
         k_index = _page_tiles(numbers, chunk.first_page, s)
         pool = chunk.pages.view(-1, s.block_size, s.head_dim)
         half = s.kv_heads * s.block_size_ratio
@@ -221,15 +232,17 @@ class OffloadEngine(Engine):
         order = torch.argsort(~tiles, dim=1, stable=True)[:, :columns].to(torch.int32)
         real = torch.arange(columns, device=s.device) < counts[:, None]
         numbers = torch.where(real, order, -1)
-        # Compact places in the window: head by head, only real tiles.
-        place = (real.flatten().cumsum(0) - 1).clamp(min=0).view_as(order).to(torch.int32)
+        # Compact places in the window, head by head; what is no tile goes to one place too many.
+        place = torch.where(real, real.flatten().cumsum(0).view_as(order) - 1, total)
+        k_tiles = place.new_empty(total + 1, dtype=torch.int32)
+        k_tiles[place.flatten()] = _page_tiles(order, 0, s).flatten()
+        k_tiles, place = k_tiles[:total], place.clamp(max=total - 1).to(torch.int32)
         source = self.store[layer].view(-1, s.block_size, s.head_dim)
-        k_tiles = _page_tiles(order, 0, s)[real]
         half = s.kv_heads * s.block_size_ratio
-        if self._gathered.shape[1] < total:
-            self._gathered = self._zeros(2, total, s.block_size, s.head_dim)
+        if self._gathered.shape[1] < total:  # generously, since every chunk has more history
+            self._gathered = self._zeros(2, 2 * total, s.block_size, s.head_dim)
         window = self._gathered[:, :total]
-        compute_waits(self.written[layer], s.device)
+        compute_waits(self.history_written[layer], s.device)
         with self.stage("transfer"):
             self.gather(source, k_tiles + half, window[1])
         k_pool, k_index, halves = window[0], place, 2
@@ -240,14 +253,6 @@ class OffloadEngine(Engine):
                 self.gather(source, k_tiles, window[0])
         self.traffic.h2d += halves * total * s.tile_bytes
         yield Window(KVTiles(k_pool, window[1], k_index, place, numbers), None)
-
-    def _numbers(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Block numbers [kv_heads, count] from `first` on, and their K tiles within one page."""
-        s = self.shape
-        numbers = torch.arange(first, first + count, dtype=torch.int32, device=s.device)
-        heads = torch.arange(s.kv_heads, dtype=torch.int32, device=s.device)[:, None]
-        local = heads * s.block_size_ratio + numbers % s.block_size_ratio
-        return numbers.expand(s.kv_heads, -1).contiguous(), local
 
     def _resident_index(self, numbers: Tensor) -> Tensor:
         heads = torch.arange(self.shape.kv_heads, dtype=torch.int32, device=numbers.device)
@@ -266,22 +271,50 @@ class OffloadEngine(Engine):
         pages = size(self.store) if self.store is not None else 0
         return Memory(device=device, host={"pages": pages}, digest=self.digest.nbytes)
 
+    def _settle(self) -> None:
+        """Wait for every copy and for every kernel that reads host memory."""
+        if self.shape.device.type == "cuda":
+            torch.cuda.synchronize(self.shape.device)
+
     def reset(self) -> None:
-        self.h2d.synchronize()
-        self.d2h.synchronize()
+        self._settle()
         super().reset()
         self.digest.reset()
         self.open_block.zero_()
         self.written = [None] * self.shape.layers
+        self.history_written = [None] * self.shape.layers
         for chunk in self.chunks:
             chunk.copied = None
         for slot in self.slots:
             slot.loaded = slot.used = None
 
     def close(self) -> None:
-        self.h2d.synchronize()
-        self.d2h.synchronize()
-        self.store, self.capacity = None, 0
+        self._settle()
+        super().reset()
+        self.store, self.capacity, self.tables = None, 0, None
+        self.digest.layers = []
+        self._gathered = self._gathered[:, :0].clone()
+
+
+class _Tables:
+    """Where tiles lie, per page, worked out once: int32, and each page's part contiguous.
+
+    numbers:  [pages, kv_heads, ratio] block numbers
+    resident: [pages, kv_heads, ratio] tiles of K kept on the device
+    in_page:  [2, kv_heads, ratio] tiles of K and of V in a slot of the ring
+    """
+
+    def __init__(self, shape: CacheShape, capacity: int):
+        s = shape
+        blocks = capacity // s.block_size
+        heads = torch.arange(s.kv_heads, dtype=torch.int32, device=s.device)[:, None]
+        sub = torch.arange(s.block_size_ratio, dtype=torch.int32, device=s.device)
+        numbers = torch.arange(blocks, dtype=torch.int32, device=s.device)
+        numbers = numbers.view(-1, 1, s.block_size_ratio)
+        self.numbers = numbers.expand(-1, s.kv_heads, -1).contiguous()
+        self.resident = self.numbers + heads * blocks
+        in_page = heads * s.block_size_ratio + sub
+        self.in_page = torch.stack([in_page, in_page + s.kv_heads * s.block_size_ratio])
 
 
 class _Slot:
@@ -386,7 +419,7 @@ class OffloadKeys:
         digest = self.engine.digest
         if self.resident:
             return self.keys()[:, ::stride]
-        if digest.name != "strided_k" or digest.stride != stride:
+        if not isinstance(digest, StridedK) or digest.stride != stride:
             raise ValueError(f"digest={digest.name} does not hold K at stride {stride}")
         return digest.keys(self.layer, self.length)
 
@@ -394,6 +427,6 @@ class OffloadKeys:
         digest = self.engine.digest
         if self.resident:
             return block_minmax(self.keys(), block_size)
-        if digest.name != "minmax":
+        if not isinstance(digest, MinMax):
             raise ValueError(f"digest={digest.name} does not hold block bounds")
         return digest.bounds(self.layer, self.length)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from xsparse.kv.engine import Engine, Memory, Window, grown
+from xsparse.kv.engine import Engine, Memory, Window
 from xsparse.ops.tiles import KVTiles
 from xsparse.selectors.base import TensorKeys
 
@@ -23,17 +23,26 @@ class ResidentEngine(Engine):
         self.cache: list[Tensor] = []
         self._index: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
+    @torch.inference_mode(False)  # or the cache could not be reset outside inference mode
     def reserve(self, tokens: int) -> None:
         if tokens <= self.capacity:
             return
+        capacity = self.shape.blocks(tokens) * self.shape.block_size
+        try:
+            self._grow(capacity)
+        except BaseException:
+            self.close()  # some layers are gone: without this the next sequence would miss them
+            raise
+
+    def _grow(self, capacity: int) -> None:
         s = self.shape
-        capacity = grown(self.capacity, tokens, s.block_size)
         fresh = []
         for layer in range(s.layers):
             # Zeros, not empty: what lies behind the last token is read and masked.
             new = torch.zeros(2, s.kv_heads, capacity, s.head_dim, dtype=s.dtype, device=s.device)
             if self.cache:
-                new[:, :, : self.capacity] = self.cache[layer]
+                held = self.lengths[layer]
+                new[:, :, :held] = self.cache[layer][:, :, :held]
                 self.cache[layer] = new[:0]
             fresh.append(new)
         self.cache, self.capacity = fresh, capacity
@@ -42,7 +51,7 @@ class ResidentEngine(Engine):
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         start = self.lengths[layer]
         end = start + k.shape[1]
-        self.reserve(end)
+        self._make_room(end)
         self.cache[layer][0, :, start:end] = k
         self.cache[layer][1, :, start:end] = v
         self.lengths[layer] = end

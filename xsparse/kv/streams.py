@@ -1,11 +1,11 @@
 """Copy streams and the marks that order them; on a machine without CUDA everything is in order
 already and a mark is None."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 
-Mark = torch.cuda.Event | None
+Mark = torch.Event | None
 
 
 class CopyLane:
@@ -25,10 +25,6 @@ class CopyLane:
     def mark(self) -> Mark:
         return self.stream.record_event() if self.stream else None
 
-    def synchronize(self) -> None:
-        if self.stream:
-            self.stream.synchronize()
-
 
 def compute_mark(device: torch.device) -> Mark:
     """A mark behind everything issued so far on the compute stream."""
@@ -38,13 +34,3 @@ def compute_mark(device: torch.device) -> Mark:
 def compute_waits(mark: Mark, device: torch.device) -> None:
     if mark:
         torch.cuda.current_stream(device).wait_event(mark)
-
-
-@contextmanager
-def quiet(device: torch.device):
-    """Runs the body with no copy in flight before or after it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -5,7 +5,7 @@ Importing this does not import torch, so a configuration is checked before that 
 
 from xsparse.selectors.base import KeyView, Selection, Selector, Site, TensorKeys
 from xsparse.selectors.minmax import MinMaxDecode
-from xsparse.selectors.registry import build, get, names, register
+from xsparse.selectors.registry import build, get, names, parameters, register
 from xsparse.selectors.threshold import thresholds
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "build",
     "get",
     "names",
+    "parameters",
     "register",
     "thresholds",
 ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass
 class Full(Selector):
     name = "full"
-    digests = ("none", "resident_k")
+    digests = ("none", "resident_k", "minmax")
     has_scores = False
     dense = True
 

@@ -30,7 +30,7 @@ class Random(Selector):
     per_kv_head_chunk: bool = False
 
     name = "random"
-    digests = ("none", "resident_k")
+    digests = ("none", "resident_k", "minmax")
     has_scores = False
     keep_all = {"density": 1.0}
     deterministic = False

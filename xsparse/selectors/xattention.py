@@ -26,7 +26,7 @@ class XAttention(MassSelector):
     stride: int = 8
 
     name = "xattention"
-    digests = ("streamed", "resident_k")
+    digests = ("resident_k", "streamed")
 
     def __post_init__(self) -> None:
         super().__post_init__()

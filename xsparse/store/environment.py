@@ -10,7 +10,10 @@ from typing import Any
 
 from xsparse.store.identity import PACKAGE
 
-LIBRARIES = ("torch", "transformers", "triton", "numpy", "tokenizers")
+LIBRARIES = (
+    *("torch", "transformers", "triton", "numpy", "tokenizers"),
+    *("flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13"),
+)
 
 # Set by users and schedulers; they change what a timing means.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "TRITON_INTERPRET")
@@ -74,11 +77,12 @@ def _gpus() -> list[dict[str, str]]:
 def _git(package: Path) -> dict[str, Any]:
     """Commit and dirty flag; None where the package is not part of a repository.
 
+    A copy of a tree without its repository names the commit in XSPARSE_GIT_COMMIT.
     An installed package may lie inside a repository of somebody else, hence the first question.
     """
     tracked = _output("git", "-C", str(package), "ls-files", "--error-unmatch", "__init__.py")
     if tracked is None:
-        return {"commit": None, "dirty": None}
+        return {"commit": os.environ.get("XSPARSE_GIT_COMMIT"), "dirty": None}
     changes = _output("git", "-C", str(package), "status", "--porcelain")
     return {
         "commit": _output("git", "-C", str(package), "rev-parse", "HEAD"),

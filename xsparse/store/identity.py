@@ -19,10 +19,10 @@ SOURCE_PARTS = (
     "models",
     "tasks",
     "attention.py",
-    "digests.py",
+    "build.py",
     "hf.py",
     "measure.py",
-    "session.py",
+    "settings.py",
     "runner.py",
     "counters.py",
 )
@@ -69,5 +69,6 @@ def _source_files(root: Path) -> Iterable[Path]:
         for path in top.rglob("*") if top.is_dir() else [top]:
             names = path.relative_to(root).parts
             hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
-            if path.is_file() and not hidden and path.suffix not in {".pyc", ".md"}:
+            counts = path.suffix not in {".pyc", ".md"} and path.name != "__main__.py"
+            if path.is_file() and not hidden and counts:
                 yield path

@@ -10,6 +10,7 @@ from tests.ops import triton_checks as checks
 from tests.ops.cases import CASES, Case, make, random_mask, tiles
 from xsparse.ops import triton_backend
 from xsparse.ops.attention.hopper import HopperTiling, why_not
+from xsparse.ops.attention.kernel import Tiling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +22,8 @@ pytestmark = [
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WIDE = [dataclasses.replace(c, head_dim=64) for c in CASES if c.head_dim == 16]
-HOPPER = [HopperTiling(), HopperTiling(persistent=True), HopperTiling(stages=2)]
+HOPPER = [HopperTiling(), HopperTiling(stages=3), HopperTiling(persistent=True)]
+PLAIN = [Tiling(), Tiling(keys=64, stages=3)]
 
 
 def skip_unless_hopper(case: Case, dtype: torch.dtype) -> None:
@@ -62,7 +64,16 @@ def test_hopper_attention(case, dtype, tiling):
     checks.attention(case, 0.4, "cuda", dtype, tiling=tiling)
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("tiling", PLAIN, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+def test_plain_attention_where_another_kernel_is_the_default(head_dim, dtype, tiling):
+    for case in (Case(1025, 129), Case(700, 37), Case(650, 394, content="huge")):
+        case = dataclasses.replace(case, head_dim=head_dim)
+        checks.attention(case, 0.4, "cuda", dtype, tiling=tiling)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("queries", [1, 61])
 def test_attention_in_windows(block_size, queries):
     case = Case(300, queries, q_heads=4, kv_heads=2, block_size=block_size, head_dim=64)
@@ -79,11 +90,11 @@ def test_empty_rows_of_the_hopper_kernel():
     checks.empty_rows("cuda", torch.bfloat16, 200, tiling=HopperTiling())
 
 
-@pytest.mark.parametrize("tiling", [None, *HOPPER], ids=str)
+@pytest.mark.parametrize("tiling", [None, *HOPPER, *PLAIN], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_error_at_most_twice_that_of_sdpa(head_dim, tiling):
     case = Case(2048, q_heads=8, kv_heads=2, head_dim=head_dim, content="structured")
-    if tiling:
+    if isinstance(tiling, HopperTiling):
         skip_unless_hopper(case, torch.bfloat16)
     q, k, v = make(case, dtype=torch.bfloat16)
     mask = random_mask(case, 0.5)
@@ -181,9 +192,7 @@ def test_indices_beyond_32_bits():
         torch.full((kv_heads, 1), 4, dtype=torch.int32, device="cuda"),
     )
     kv = KVTiles(pool, pool, index.contiguous(), index.contiguous(), numbers.contiguous())
-    tilings = [None]
-    if why_not(q, kv) is None:
-        tilings.append(HopperTiling())
+    tilings = [None, Tiling()]
     near = torch.cat([k[:, c * 128 : (c + 1) * 128] for c in columns.tolist()], 1)
     visible = torch.ones(128, 512, dtype=torch.bool).tril(384).expand(kv_heads, -1, -1)
     want, _ = oracle.attention(

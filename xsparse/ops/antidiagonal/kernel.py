@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from xsparse.ops.sizes import cdiv, next_power_of_2
+
 LN2 = tl.constexpr(math.log(2))
 FLOOR = tl.constexpr(-1e30)
 """Finite stand-in for the maximum of a row that sees nothing, so that merges make no NaN."""
@@ -129,13 +131,13 @@ class _Piece:
         self.block_rows = block_size // stride
         self.pad_front = q_start % stride
         self.first_row = q_start // stride
-        self.rows = math.ceil((q_start + self.tokens) / stride) - self.first_row
+        self.rows = cdiv(q_start + self.tokens, stride) - self.first_row
         self.first_col = k_start // stride
         self.full_cols, self.rest = divmod(k.shape[1], stride)
-        self.k_blocks = math.ceil(k.shape[1] / block_size)
+        self.k_blocks = cdiv(k.shape[1], block_size)
         self.first_k_block = k_start // block_size
         self.first_q_block = q_start // block_size
-        self.q_blocks = math.ceil((q_start + self.tokens) / block_size) - self.first_q_block
+        self.q_blocks = cdiv(q_start + self.tokens, block_size) - self.first_q_block
 
     def cells(self, q: Tensor, k: Tensor, scaling: float, tiling: Tiling | None) -> Tensor:
         """fp32 [q_heads, rows, k_blocks], base 2; entries past a row's diagonal are garbage."""
@@ -160,15 +162,15 @@ class _Piece:
         # A program's columns are whole key blocks, at least one.
         cols = max(t.cols, self.block_rows)
         groups = _phases(k[:, : self.full_cols * self.stride], self.full_cols, self.stride)
-        depth = min(t.depth, triton.next_power_of_2(self.head_dim))
-        row_tiles = triton.cdiv(self.rows, t.rows)
+        depth = min(t.depth, next_power_of_2(self.head_dim))
+        row_tiles = cdiv(self.rows, t.rows)
 
         def col_tiles(i: int) -> int:
             last = self.first_row + min((i + 1) * t.rows, self.rows)
-            return triton.cdiv(min(max(last - self.first_col, 0), self.full_cols), cols)
+            return cdiv(min(max(last - self.first_col, 0), self.full_cols), cols)
 
         # Row tiles are paired first with last: pairs of a causal triangle cost the same.
-        pairs = triton.cdiv(row_tiles, 2)
+        pairs = cdiv(row_tiles, 2)
         pair_tiles = max(
             col_tiles(i) + (col_tiles(row_tiles - 1 - i) if 2 * i + 1 < row_tiles else 0)
             for i in range(pairs)
@@ -216,7 +218,7 @@ class _Piece:
         m = cells.new_empty(self.q_heads, self.rows)
         l = torch.empty_like(m)
         rows = 16
-        _stats_kernel[(self.q_heads * triton.cdiv(self.rows, rows),)](
+        _stats_kernel[(self.q_heads * cdiv(self.rows, rows),)](
             cells,
             m,
             l,
@@ -341,11 +343,12 @@ def _cells_kernel(
         col = col_0 + tl.arange(0, COLS)
         seen = (first_col + col[None, :] <= row[:, None]) & (col[None, :] < full_cols)
         acc = tl.where(seen, acc, float("-inf"))
+    # One shift per row of the tile, not per cell: a cell so far below it that it underflows adds
+    # nothing to its row's sum either.
     BLOCKS: tl.constexpr = COLS // BLOCK_ROWS
-    acc = tl.reshape(acc, (ROWS, BLOCKS, BLOCK_ROWS))
-    top = tl.max(acc, 2) * scale
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.sum(tl.exp2(acc * scale - shift[:, :, None]), 2)
+    top = tl.max(acc, 1) * scale
+    shift = tl.where(top == float("-inf"), 0.0, top)[:, None]
+    mass = tl.sum(tl.reshape(tl.exp2(acc * scale - shift), (ROWS, BLOCKS, BLOCK_ROWS)), 2)
     block = col_tile * BLOCKS + tl.arange(0, BLOCKS)
     local = row_0 + tl.arange(0, ROWS)
     place = (head * rows + local).to(tl.int64)[:, None] * k_blocks + block[None, :]

@@ -13,7 +13,7 @@ Written in Gluon, Triton's explicit layer. Limited to what it is fast for: 16-bi
 128, head dimensions 64 and 128.
 """
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # ruff: noqa: E741, SIM113 (m and l are the names of the literature; enumerate is no Triton)
 
 import math
@@ -43,11 +43,11 @@ LN2 = gl.constexpr(math.log(2))
 
 @dataclass(frozen=True)
 class HopperTiling:
-    """stages: tiles of K, and of V, in flight (None: what fits); persistent: one program per
-    multiprocessor walks all query blocks, so that the first copies of the next run under the last
-    products of the current one."""
+    """stages: tiles of K, and of V, in flight; persistent: one program per multiprocessor walks
+    all query blocks, so that the first copies of the next run under the last products of the
+    current one. More stages or persistence gained nothing on an H200 (docs/kernels.md)."""
 
-    stages: int | None = None
+    stages: int = 2
     persistent: bool = False
 
 
@@ -109,7 +109,7 @@ def prefill(
         out.stride(0),
         out.stride(1),
         HEAD_DIM=head_dim,
-        STAGES=tiling.stages or (3 if head_dim == 128 else 5),
+        STAGES=tiling.stages,
         num_warps=4,
     )
 

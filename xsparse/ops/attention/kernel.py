@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from xsparse.ops.attention import hopper
 from xsparse.ops.attention.hopper import HopperTiling
 from xsparse.ops.merge.kernel import merge_splits
+from xsparse.ops.sizes import cdiv, next_power_of_2
 from xsparse.ops.tiles import BlockLists, KVTiles
 
 HEAD_DIM_MAX = 256
@@ -43,16 +44,23 @@ class Tiling:
     stages: int = 2
 
 
-def default_tiling(q: Tensor, block_size: int) -> Tiling:
+def default_tiling(q: Tensor, kv: KVTiles) -> Tiling | HopperTiling:
+    """The Hopper kernel where it can run."""
+    return plain_tiling(q, kv) if hopper.why_not(q, kv) else HopperTiling()
+
+
+def plain_tiling(q: Tensor, kv: KVTiles) -> Tiling:
     """What was fastest on an H200 (docs/kernels.md) and fits in the shared memory at hand."""
-    head_dim = q.shape[-1]
+    head_dim, block_size = q.shape[-1], kv.block_size
     if q.dtype == torch.float32:
         return Tiling(min(64, block_size), min(16 if head_dim > 128 else 32, block_size), warps=4)
     if block_size < 128:
         return Tiling(block_size, block_size, warps=4)
     if head_dim > 128:
         return Tiling(keys=64)
-    three_stages = (2 * 3 + 1) * 128 * triton.next_power_of_2(head_dim) * 2 + 2048
+    if head_dim <= 64:
+        return Tiling(keys=64, stages=3)
+    three_stages = (2 * 3 + 1) * 128 * next_power_of_2(head_dim) * 2 + 2048
     return Tiling(stages=3 if _shared_memory_bytes(q.device) >= three_stages else 2)
 
 
@@ -85,7 +93,7 @@ def block_sparse_attention(
         return _decode(q, kv, lists, q_start, scaling, out_dtype or q.dtype)
     if isinstance(q_start, Tensor):
         raise ValueError("q_start on the device is for one query token; pass an int")
-    t = tiling or default_tiling(q, block_size)
+    t = tiling or default_tiling(q, kv)
     # Token-major, as the next layer of a model reads it.
     out = q.new_empty(tokens, q_heads, head_dim, dtype=out_dtype or q.dtype).transpose(0, 1)
     lse = q.new_empty(q_heads, tokens, dtype=torch.float32)
@@ -95,7 +103,7 @@ def block_sparse_attention(
         hopper.prefill(q, kv, lists, out, lse, q_start=q_start, scaling=scaling, tiling=t)
         return out, lse
     q_blocks, columns = lists.indices.shape[1:]
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     _prefill_kernel[(q_heads * q_blocks * (block_size // t.rows),)](
         q,
         _rows(kv.k_pool, [t.keys, width]),
@@ -142,11 +150,11 @@ def _decode(
     kv_heads, columns = kv.kv_heads, lists.indices.shape[2]
     group = q_heads // kv_heads
     # From shapes alone, never from counts: a graph replays it with other lists.
-    splits = min(columns, triton.cdiv(4 * _processors(q.device), kv_heads))
+    splits = min(columns, cdiv(4 * _processors(q.device), kv_heads))
     outs = q.new_empty(splits, q_heads, 1, head_dim, dtype=torch.float32)
     lses = q.new_empty(splits, q_heads, 1, dtype=torch.float32)
     keys = min(kv.block_size, 32 if q.dtype == torch.float32 else 64)
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     _decode_kernel[(kv_heads * splits,)](
         q,
         _rows(kv.k_pool, [keys, width]),
@@ -166,7 +174,7 @@ def _decode(
         q.stride(0),
         group,
         ON_DEVICE=isinstance(q_start, Tensor),
-        MEMBERS=max(16, triton.next_power_of_2(group)),
+        MEMBERS=max(16, next_power_of_2(group)),
         BLOCK=kv.block_size,
         HEAD_DIM=head_dim,
         WIDTH=width,

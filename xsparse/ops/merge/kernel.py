@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xsparse.ops.sizes import cdiv, next_power_of_2
+
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets.
@@ -42,7 +44,7 @@ def merge_splits(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Te
         splits,
         q_heads * tokens,
         HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
+        WIDTH=next_power_of_2(head_dim),
         num_warps=1,
     )
     return out, lse
@@ -57,7 +59,7 @@ def _merge_two(
     out = a.new_empty(tokens, q_heads, head_dim, dtype=dtype).transpose(0, 1)
     lse = lse_a.new_empty(q_heads, tokens)
     rows = 32
-    _merge_two_kernel[(q_heads * triton.cdiv(tokens, rows),)](
+    _merge_two_kernel[(q_heads * cdiv(tokens, rows),)](
         a,
         lse_a.contiguous(),
         b,
@@ -72,7 +74,7 @@ def _merge_two(
         out.stride(0),
         out.stride(1),
         HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
+        WIDTH=next_power_of_2(head_dim),
         ROWS=rows,
     )
     return out, lse

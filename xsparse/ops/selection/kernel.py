@@ -2,13 +2,15 @@
 
 The naive rule adds blocks in descending order until their mass reaches the need. The score at
 which it stops is the largest t whose blocks with score >= t already hold the need, so one program
-per row bisects over t. Scores are not negative, so their fp32 bit patterns order like the numbers
-and the search ends after at most 31 steps at a score that occurs. Blocks above t are kept; blocks
-equal to t are taken from the lowest index while mass is missing. Sums are fp64, as in the naive
-form, so both give the same set.
+per row bisects over t. Scores are not negative, so their fp32 bit patterns order like the numbers.
+t is a score that occurs, so both ends of the search snap to scores and about log2(blocks) steps
+do. Blocks above t are kept; blocks equal to t are taken from the lowest index while mass is
+missing. Sums are fp64, as in the naive form, so both give the same set.
 
 The same pass writes the mask and the compact lists that block-sparse attention reads.
 """
+
+import struct
 
 import torch
 import triton
@@ -61,16 +63,18 @@ def _select(
     lists: BlockLists | None,
 ) -> None:
     q_heads, q_blocks, k_blocks = scores.shape
+    table, bits = None, 0
     if isinstance(threshold, Tensor):
         if threshold.shape != (q_heads,):
             raise ValueError(f"threshold of shape {tuple(threshold.shape)}, not ({q_heads},)")
-        need = threshold.to(scores.device, torch.float64).contiguous()
+        table = threshold.to(scores.device, torch.float64).contiguous()
     else:
-        # A tensor because Triton passes Python floats in fp32, and 0.9 is another number there.
-        need = torch.full((q_heads,), threshold, dtype=torch.float64, device=scores.device)
+        # As bits, because Triton passes Python floats in fp32, and 0.9 is another number there.
+        (bits,) = struct.unpack("<q", struct.pack("<d", threshold))
     _select_kernel[(q_heads * q_blocks,)](
         scores.float().contiguous(),
-        need,
+        table,
+        bits,
         mask,
         lists.indices if lists else None,
         lists.counts if lists else None,
@@ -108,20 +112,29 @@ def _lists_kernel(mask, indices, counts, columns, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _mass_from(scores, level, diagonal, CHUNK: tl.constexpr):
-    """fp64 mass of the blocks strictly between block 0 and the diagonal with bits >= level."""
-    total = tl.zeros((CHUNK,), tl.float64)
+def _around(scores, level, diagonal, CHUNK: tl.constexpr):
+    """Of the blocks strictly between block 0 and the diagonal: the fp64 mass of those with
+    bits >= level, the lowest bits among them, and the highest bits below the level or 0."""
+    mass = tl.zeros((CHUNK,), tl.float64)
+    lowest = tl.full((CHUNK,), 0x7FFFFFFF, tl.int32)
+    highest = tl.zeros((CHUNK,), tl.int32)
     for start in range(0, diagonal, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        x = tl.load(scores + block, mask=(block > 0) & (block < diagonal), other=0.0)
-        total += tl.where(x.to(tl.int32, bitcast=True) >= level, x, 0.0).to(tl.float64)
-    return tl.sum(total, 0)
+        inside = (block > 0) & (block < diagonal)
+        x = tl.load(scores + block, mask=inside, other=0.0)
+        bits = x.to(tl.int32, bitcast=True)
+        above = inside & (bits >= level)
+        mass += tl.where(above, x, 0.0).to(tl.float64)
+        lowest = tl.minimum(lowest, tl.where(above, bits, 0x7FFFFFFF))
+        highest = tl.maximum(highest, tl.where(above, 0, bits))
+    return tl.sum(mass, 0), tl.min(lowest, 0), tl.max(highest, 0)
 
 
-@triton.jit(do_not_specialize=["q_block_start", "q_blocks", "k_blocks"])
+@triton.jit(do_not_specialize=["threshold_bits", "q_block_start", "q_blocks", "k_blocks"])
 def _select_kernel(
     scores,
     thresholds,
+    threshold_bits,
     mask,
     indices,
     counts,
@@ -132,12 +145,16 @@ def _select_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     diagonal = q_block_start + tl.program_id(0) % q_blocks
-    threshold = tl.load(thresholds + tl.program_id(0) // q_blocks)
+    if thresholds is not None:
+        threshold = tl.load(thresholds + tl.program_id(0) // q_blocks)
+    else:
+        threshold = threshold_bits.to(tl.int64).to(tl.float64, bitcast=True)
     scores += row * k_blocks
     forced = tl.load(scores + diagonal).to(tl.float64)
     if diagonal > 0:
         forced += tl.load(scores).to(tl.float64)
-    need = threshold * (forced + _mass_from(scores, 0, diagonal, CHUNK))
+    rest, _, _ = _around(scores, 0, diagonal, CHUNK)
+    need = threshold * (forced + rest)
 
     NONE: tl.constexpr = 0x7FFFFFFF
     low = 0
@@ -146,23 +163,20 @@ def _select_kernel(
     elif forced >= need:
         low = NONE
     else:
-        top = tl.zeros((CHUNK,), tl.float32)
-        for start in range(0, diagonal, CHUNK):
-            block = start + tl.arange(0, CHUNK)
-            x = tl.load(scores + block, mask=(block > 0) & (block < diagonal), other=0.0)
-            top = tl.maximum(top, x)
-        high = tl.max(top.to(tl.int32, bitcast=True), 0)
         # The largest level whose blocks hold the need.
+        _, _, high = _around(scores, NONE, diagonal, CHUNK)
         while low < high:
             middle = low + (high - low + 1) // 2
-            if forced + _mass_from(scores, middle, diagonal, CHUNK) >= need:
-                low = middle
+            mass, lowest, highest = _around(scores, middle, diagonal, CHUNK)
+            if forced + mass >= need:
+                low = lowest
             else:
-                high = middle - 1
+                high = tl.maximum(low, highest)
 
     above = forced
     if (low >= 0) & (low < NONE):
-        above += _mass_from(scores, low + 1, diagonal, CHUNK)
+        mass, _, _ = _around(scores, low + 1, diagonal, CHUNK)
+        above += mass
     ties = 0
     kept = 0
     mask += row * k_blocks

@@ -1,0 +1,191 @@
+"""How one sequence is attended: the settings that a sweep point and the library call share.
+
+Every range check of them is here, with which of them concern a given combination (that is what
+identifies a run) and which settings the dense baseline has. Imports no torch.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from xsparse import selectors
+
+RULES = ("any", "vote", "mean_score")
+DIGESTS = ("none", "streamed", "resident_k", "strided_k", "minmax")
+BACKENDS = ("auto", "torch", "triton", "flex", "fa4", "naive")
+# What decode by block bounds and the exact-mass diagnostic can read.
+DECODE_MINMAX = ("minmax", "resident_k")
+MASS_RECALL = ("resident_k", "streamed")
+
+
+class ConfigError(ValueError):
+    """One line: the key, the value and what is allowed."""
+
+
+def refuse(key: str, value: Any, allowed: str) -> None:
+    raise ConfigError(f"{key}={value}: allowed is {allowed}")
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        refuse(key, value, " | ".join(allowed))
+
+
+def at_least(key: str, value: float, low: float) -> None:
+    if not value >= low:
+        refuse(key, value, f">= {low}")
+
+
+@dataclass
+class Settings:
+    """Raises ConfigError for a value out of range or a combination that cannot be."""
+
+    selector: str = "xattention"
+    selector_options: dict[str, Any] = field(default_factory=dict)
+    threshold: Any = 0.9
+    stride: int = 8
+    seed: int = 0
+    block_size: int = 128
+    block_size_ratio: int = 8
+    chunk_size: int = 4096
+    engine: str = "resident"
+    host_memory_gb: float | None = None
+    transfer: str = "ring"
+    ring_slots: int = 4
+    digest: str | None = None
+    reduce_heads: str = "any"
+    reduce_queries: str = "any"
+    reduce_sub_blocks: str = "any"
+    attend: str = "mask"
+    decode_selector: str = "full"
+    decode_budget_tokens: int = 2048
+    ops_backend: str = "auto"
+    mass_recall: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            self.threshold = parse_threshold(self.threshold)
+        except TypeError as error:
+            raise ConfigError(str(error)) from None
+        for key in ("block_size", "block_size_ratio", "chunk_size"):
+            at_least(key, getattr(self, key), 1)
+        at_least("ring_slots", self.ring_slots, 2)
+        if self.stride < 1 or self.block_size % self.stride:
+            refuse("stride", self.stride, f"a divisor of block_size={self.block_size}")
+        if self.chunk_size % self.block_size:
+            refuse("chunk_size", self.chunk_size, f"a multiple of block_size={self.block_size}")
+        for key in ("reduce_heads", "reduce_queries", "reduce_sub_blocks"):
+            one_of(key, getattr(self, key), RULES)
+        one_of("attend", self.attend, ("mask", "set"))
+        one_of("transfer", self.transfer, ("ring", "gather"))
+        one_of("engine", self.engine, ("resident", "offload"))
+        one_of("decode_selector", self.decode_selector, ("full", "minmax"))
+        one_of("ops_backend", self.ops_backend, BACKENDS)
+        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
+            refuse("engine.host_memory_gb", self.host_memory_gb, "> 0, or null for what is free")
+        if self.decode_selector == "minmax" and self.decode_budget_tokens < 3 * self.block_size:
+            refuse(
+                "decode_budget_tokens",
+                self.decode_budget_tokens,
+                f">= {3 * self.block_size} (three blocks are always kept)",
+            )
+        if self.digest is not None:
+            one_of("digest", self.digest, DIGESTS)
+            if self.engine == "resident":
+                refuse("digest", self.digest, "null with engine=resident, where K is at hand")
+        try:
+            method = self.method()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        rules = (self.reduce_heads, self.reduce_queries, self.reduce_sub_blocks)
+        if "mean_score" in rules and not method.has_scores:
+            raise ConfigError(
+                f"mean_score: selector={self.selector} has no scores; allowed is any | vote"
+            )
+        self.digest = self._digest(method)
+
+    def method(self, threshold: Any = None) -> selectors.Selector:
+        """The prefill selector; `threshold` replaces its own, as checked against a model."""
+        for key in ("threshold", "stride"):
+            if key in self.selector_options:
+                value = self.selector_options[key]
+                refuse(f"selector.{key}", value, f"{key}={value}, a key of its own")
+        return selectors.build(
+            self.selector,
+            threshold=self.threshold if threshold is None else threshold,
+            stride=self.stride,
+            **{"seed": self.seed} | self.selector_options,
+        )
+
+    def _digest(self, method: selectors.Selector) -> str | None:
+        """The digest asked for, or the first of the selector's that everything here can use."""
+        if self.engine == "resident":
+            return None
+        accepts = {f"selector={method.name}": method.digests}
+        if self.decode_selector == "minmax":
+            accepts["decode_selector=minmax"] = DECODE_MINMAX
+        if self.mass_recall:
+            accepts["mass_recall=true"] = MASS_RECALL
+        usable = [d for d in method.digests if all(d in allowed for allowed in accepts.values())]
+        wanted = self.digest or (usable or list(method.digests))[0]
+        for who, allowed in accepts.items():
+            if wanted not in allowed:
+                raise ConfigError(f"digest={wanted}: {who} accepts {' | '.join(allowed)}")
+        return wanted
+
+    @property
+    def is_dense(self) -> bool:
+        return self.selector == "full" and self.decode_selector == "full"
+
+    def dense(self) -> "Settings":
+        """The baseline: everything read, K of history in the same place, so that a ratio of times
+        is due to the selection and not to where K lies."""
+        digest = None
+        if self.engine == "offload":
+            digest = "resident_k" if self.digest == "resident_k" else "none"
+        return replace(
+            self,
+            selector="full",
+            selector_options={},
+            decode_selector="full",
+            digest=digest,
+            transfer="ring",
+            mass_recall=False,
+            **dict.fromkeys(("reduce_heads", "reduce_queries", "reduce_sub_blocks"), "any"),
+            attend="mask",
+        )
+
+    def concerns(self) -> dict[str, Any]:
+        """The settings that can change a number of this combination; the others are left out."""
+        offload = self.engine == "offload"
+        keys = ["selector", "engine", "chunk_size", "decode_selector", "ops_backend"]
+        if offload:
+            keys += ["block_size", "block_size_ratio", "digest", "transfer"]
+            if self.transfer == "ring" or self.is_dense or self.digest == "streamed":
+                keys += ["ring_slots"]
+        if self.digest == "strided_k":
+            keys += ["stride"]
+        if not self.is_dense:
+            own = selectors.parameters(self.selector)
+            keys += [key for key in ("threshold", "stride", "seed") if key in own]
+            keys += ["selector_options", "block_size", "block_size_ratio", "transfer", "attend"]
+            keys += ["reduce_heads", "reduce_queries", "mass_recall"]
+            if self.transfer == "ring":
+                keys += ["reduce_sub_blocks"]
+        if self.decode_selector == "minmax":
+            keys += ["decode_budget_tokens"]
+        return {key: getattr(self, key) for key in dict.fromkeys(keys)}
+
+
+def parse_threshold(value: Any) -> float | str:
+    """A share in [0, 1], rounded to 10 digits, or "@file.json". TypeError for anything else."""
+    if isinstance(value, str) and value.startswith("@"):
+        if not Path(value[1:]).is_file():
+            refuse("threshold", value, "a number in [0, 1] or @ and the path of a table")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"threshold={value}: allowed is a number in [0, 1] or @file.json")
+    if math.isnan(value) or not 0 <= value <= 1:
+        refuse("threshold", value, "a number in [0, 1] or @file.json")
+    return round(float(value), 10)

@@ -16,6 +16,7 @@ from torch import Tensor
 import xsparse
 from tests.families import prompt, tiny
 from xsparse.attention import Rules, Session
+from xsparse.build import build as build_session
 from xsparse.counters import density
 from xsparse.hf import bound, cache_argument
 from xsparse.kv.offload import OffloadEngine
@@ -24,7 +25,6 @@ from xsparse.kv.shape import CacheShape
 from xsparse.ops import torch_backend
 from xsparse.selectors import MinMaxDecode, Selection, build
 from xsparse.settings import Settings
-from xsparse.build import build as build_session
 
 LAYERS, Q_HEADS, KV_HEADS, D, BLOCK = 2, 4, 2, 8, 8
 SCALING = 1 / math.sqrt(D)

@@ -5,8 +5,8 @@ import torch
 
 import xsparse
 from tests.families import FAMILIES, prompt, tiny
-from xsparse.hf import bound, cache_argument
 from xsparse.build import build
+from xsparse.hf import bound, cache_argument
 from xsparse.settings import Settings
 
 # No length is a multiple of anything here; block 16, page 64, chunk 64.

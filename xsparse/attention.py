@@ -141,7 +141,6 @@ class Session:
             )
             executed = executed_mask(selection.mask, reduced, self.rules.attend)
         counters.add("mask_kept", selection.mask.sum())
-        counters.add("executed", executed.sum())
         if history_pages:
             counters.add("pages_moved", reduced.pages.sum())
         if self.mass_recall:
@@ -179,6 +178,9 @@ class Session:
         for window in self.engine.windows(layer, tiles, pages):
             with self.counters.stage("select"):
                 lists = self.ops.block_lists(window.mask(executed))
+            if not self.decoding:
+                least = self.ops.tiles_of_empty_row(q, window.tiles)
+                self.counters.add("executed", lists.counts.clamp(min=least).sum())
             part = self.ops.block_sparse_attention(
                 q,
                 window.tiles,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from xsparse.config import Config, from_hydra, parse_length, register
+from xsparse.points import expand, parse
 from xsparse.settings import ConfigError, parse_threshold
 
 ROOT = Path(__file__).parents[1]
@@ -114,31 +115,17 @@ def quote(override: str) -> str:
 
 def check_types(overrides: list[str]) -> None:
     """Refuse a sweep with a value that no point could be made of (ranges fail their point)."""
-    for given in _parse([o for o in overrides if o.partition("=")[0] in UNTYPED]):
+    for given in parse([o for o in overrides if o.partition("=")[0] in UNTYPED]):
         if given.is_sweep_override() and not given.is_discrete_sweep():
             continue  # an interval, of which another sweeper than Hydra's own draws numbers
         for [point] in expand([str(given.input_line)]):
-            [override] = _parse([point])
+            [override] = parse([point])
             try:
                 UNTYPED[override.key_or_group](override.value())
             except ConfigError:
                 pass  # out of range: that point fails, the others run
             except TypeError as error:
                 raise ConfigError(str(error)) from None
-
-
-def expand(overrides: list[str]) -> list[list[str]]:
-    """The points of a sweep as Hydra's basic sweeper makes them."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    batches = BasicSweeper.split_arguments(_parse(overrides), max_batch_size=None)
-    return [list(point) for batch in batches for point in batch]
-
-
-def _parse(overrides: list[str]) -> list[Any]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    return OverridesParser.create().parse_overrides(overrides)
 
 
 def compose(overrides: list[str]) -> Config:
@@ -192,7 +179,7 @@ def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
 
 def _folder(overrides: list[str], key: str) -> str | None:
     """The folder that an override names, without the quotes it may need."""
-    values = [o.value() for o in _parse([o for o in overrides if o.startswith(f"{key}=")])]
+    values = [o.value() for o in parse([o for o in overrides if o.startswith(f"{key}=")])]
     if values and not isinstance(values[-1], (str, int, float)):
         raise ConfigError(f"{key}: allowed is one folder for all points")
     return str(values[-1]) if values else None

@@ -35,7 +35,7 @@ class Announce(Callback):
     launcher having died, counts as failed. Sweepers that decide as they go announce nothing."""
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        from xsparse.cli import expand
+        from xsparse.points import expand
 
         hydra = config.hydra
         if not hydra.sweeper._target_.endswith(".BasicSweeper"):

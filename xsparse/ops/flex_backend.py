@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from xsparse.ops import triton_backend
 from xsparse.ops.attention.contiguous import Split, split_diagonal, whole_kv
-from xsparse.ops.tiles import BlockLists, KVTiles
+from xsparse.ops.tiles import BlockLists, KVTiles, tiles_of_empty_row
 from xsparse.ops.triton_backend import (
     antidiagonal_block_sums,
     antidiagonal_scores,
@@ -121,4 +121,5 @@ __all__ = [
     "select_block_lists",
     "select_blocks",
     "why_not",
+    "tiles_of_empty_row",
 ]

@@ -15,7 +15,7 @@ from xsparse.ops.attention.naive import (
 from xsparse.ops.gather.naive import gather_tiles
 from xsparse.ops.merge.naive import merge_states
 from xsparse.ops.selection.naive import select_blocks
-from xsparse.ops.tiles import block_lists
+from xsparse.ops.tiles import block_lists, tiles_of_empty_row
 
 name = "naive"
 
@@ -33,4 +33,5 @@ __all__ = [
     "merge_stats",
     "name",
     "select_blocks",
+    "tiles_of_empty_row",
 ]

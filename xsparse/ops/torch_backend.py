@@ -11,7 +11,7 @@ from xsparse.ops.attention.fast import attention_mass, block_sparse_attention
 from xsparse.ops.gather.naive import gather_tiles
 from xsparse.ops.merge.naive import merge_states
 from xsparse.ops.selection.fast import select_blocks
-from xsparse.ops.tiles import block_lists
+from xsparse.ops.tiles import block_lists, tiles_of_empty_row
 
 name = "torch"
 
@@ -29,4 +29,5 @@ __all__ = [
     "merge_stats",
     "name",
     "select_blocks",
+    "tiles_of_empty_row",
 ]

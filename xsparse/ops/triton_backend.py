@@ -15,12 +15,14 @@ from xsparse.ops.antidiagonal.kernel import (
     antidiagonal_stats,
     merge_stats,
 )
+from xsparse.ops.attention import hopper
 from xsparse.ops.attention.dense import dense_attention, dense_kernel
 from xsparse.ops.attention.fast import attention_mass
 from xsparse.ops.attention.kernel import block_sparse_attention
 from xsparse.ops.gather.kernel import gather_tiles
 from xsparse.ops.merge.kernel import merge_states
 from xsparse.ops.selection.kernel import block_lists, select_block_lists, select_blocks
+from xsparse.ops.tiles import KVTiles
 
 name = "triton"
 
@@ -50,6 +52,11 @@ def why_not(device: str | torch.device) -> str | None:
     return None
 
 
+def tiles_of_empty_row(q: torch.Tensor, kv: KVTiles) -> int:
+    """The Hopper kernel computes one masked tile for a row without any."""
+    return int(q.shape[1] > 1 and hopper.why_not(q, kv) is None)
+
+
 __all__ = [
     "antidiagonal_block_sums",
     "antidiagonal_scores",
@@ -65,5 +72,6 @@ __all__ = [
     "name",
     "select_block_lists",
     "select_blocks",
+    "tiles_of_empty_row",
     "why_not",
 ]

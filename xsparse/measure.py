@@ -76,7 +76,7 @@ class Measured:
         session.engine.reserve(len(ids) + max_new_tokens)
         prompt = torch.tensor([ids], device=self.device)
         self._synchronize()
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         session.phase = "prefill"
         logits = None
         for piece in prompt.split(session.engine.shape.chunk_size, dim=1):
@@ -84,6 +84,7 @@ class Measured:
         assert logits is not None
         self._synchronize()
         prefill_s = time.perf_counter() - begin_s
+        cpu_s = time.process_time() - begin_cpu_s
         token = logits[0, -1].argmax()
         new = [int(token)]
         ttft_s = time.perf_counter() - begin_s
@@ -98,6 +99,9 @@ class Measured:
         return new, {
             "ttft_s": ttft_s,
             "prefill_s": prefill_s,
+            "cpu_share": cpu_s / (prefill_s * torch.get_num_threads())
+            if self.device.type == "cpu"
+            else None,
             "decode_s": decode_s,
             "tpot_s": decode_s / (len(new) - 1) if len(new) > 1 else None,
             "stages_s": stages,

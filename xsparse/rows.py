@@ -32,7 +32,7 @@ mask_density page_density transfer_ratio executed_density decode_density bytes_h
 decode_bytes_h2d digest_bytes prefill_tok_s decode_tok_s ttft_s tpot_s dense_prefill_tok_s
 prefill_speedup prefill_speedup_low prefill_speedup_high decode_speedup decode_speedup_low
 decode_speedup_high estimate_s select_s transfer_s attend_s sync_s rest_s peak_gpu_gb peak_host_gb
-warmup_tokens repeats
+cpu_share warmup_tokens repeats
 """
 COLUMNS = (*_IDENTITY.split(), *_ACCURACY.split(), *_COST.split())
 
@@ -198,6 +198,8 @@ def _cost(samples: list[Sample], resident: bool) -> dict[str, Any]:
         values[column] = _reduce(fmean, [c.get(column) for c in counters])
     for column in ("digest_bytes", "peak_gpu_gb", "peak_host_gb"):
         values[column] = _reduce(max, [sample.get(column) for sample in samples])
+
+    values["cpu_share"] = _reduce(fmean, [sample.get("cpu_share") for sample in samples])
 
     stages = [sample.get("stages_s") or {} for sample in samples]
     measured = [stage for stage in STAGES if any(stage in s for s in stages)]

@@ -134,6 +134,7 @@ def make_samples(
                 "digest_bytes": 0,
                 "peak_gpu_gb": 3.2,
                 "peak_host_gb": 1.2,
+                "cpu_share": 0.95,
                 "meta": {"depth": (i % 5) / 4, "haystack": "noise"} if task == "niah" else {},
             }
         )

@@ -115,3 +115,13 @@ def test_a_sweep_without_a_baseline(sweep):
     found = {f.title for f in findings(read)}
     assert "No dense baseline" in found
     assert "No speed-up: no dense run on these prompts" in found
+
+
+def test_a_busy_machine(tmp_path):
+    sweep = make_sweep(tmp_path, n=4, lengths=(2048,), settings=SETTINGS[2:3])
+    read = load.read(sweep)
+    busy = "The machine was busy: times and speed-ups are not to be trusted"
+    assert busy not in {f.title for f in findings(read)}
+    read.rows.loc[0, "cpu_share"] = 0.3
+    found = {f.title: f for f in findings(read)}
+    assert "in the worst 30 %" in found[busy].detail

@@ -16,6 +16,8 @@ DENSE_FLOOR = 0.8
 COARSE_LOSS = 0.10
 # A speed-up is only measured between runs that agree in these.
 SPEED_COLUMNS = ("host", "device", "engine", "chunk_size")
+# Prefill of one process alone keeps its threads busier than this.
+BUSY_SHARE = 0.7
 SHOWN_PER_WARNING = 6
 
 
@@ -124,6 +126,7 @@ def findings(sweep: load.Sweep, floor: float = DENSE_FLOOR) -> list[Finding]:
         _no_baseline(rows),
         *_no_speed(rows, sweep.dense),
         _wide_speed(rows),
+        _busy(rows, sweep.dense),
         _mixed(rows),
         _kernel(rows, sweep.dense),
     ]
@@ -244,6 +247,20 @@ def _wide_speed(rows: pd.DataFrame) -> Finding | None:
         "warning",
         f"Speed-ups without an interval: fewer than {stats.MIN_BOOTSTRAP_N} paired prompts",
         f"{text.plural(len(bare), 'row')} of {len(rows)}. A ratio alone hides its spread.",
+    )
+
+
+def _busy(rows: pd.DataFrame, dense: pd.DataFrame) -> Finding | None:
+    """Times of a process that did not get the cores it asked for."""
+    shares = pd.concat([rows, dense])["cpu_share"].dropna().astype(float)
+    if not len(shares) or shares.min() >= BUSY_SHARE:
+        return None
+    return Finding(
+        "warning",
+        "The machine was busy: times and speed-ups are not to be trusted",
+        f"In {text.plural(int((shares < BUSY_SHARE).sum()), 'row')} of {len(shares)} prefill got "
+        f"less than {text.percent(BUSY_SHARE, 0)} % of its CPU threads, in the worst "
+        f"{text.percent(shares.min(), 0)} %. Accuracy and densities are not affected.",
     )
 
 

@@ -27,6 +27,10 @@ class Stats:
         self._last = self.numbers
         self._session = None
 
+    def __repr__(self) -> str:
+        shown = ("mask_density", "page_density", "executed_density", "decode_density")
+        return f"Stats({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
+
     @property
     def numbers(self) -> dict[str, Any]:
         """Every counter by name (docs/results.md), and seconds by stage."""

@@ -1,6 +1,6 @@
 """What a command would do: its points, and an estimate of time and memory. Loads no weights.
 
-Time is operations over an assumed rate, for dense attention: an upper guide, not a measurement.
+Time is operations over an assumed rate, for dense attention: a guide, not a measurement.
 """
 
 import os
@@ -24,8 +24,9 @@ CPU_BYTES_PER_S, GPU_BYTES_PER_S = 10e9, 3e12
 def show(points: list[list[str]], configs: list[Config]) -> None:
     """Print a table with one line per point."""
     table = Table(title="dry run: nothing was computed")
-    for name in ("point", "run", "prompts left", "time, about", "GPU GB", "host GB"):
-        table.add_column(name, overflow="fold")
+    table.add_column("point")
+    for name in ("run", "prompts", "time", "GPU GB", "host GB"):
+        table.add_column(name, no_wrap=True)
     counted: set[str] = set()
     total_s = 0.0
     for number, (overrides, config) in enumerate(zip(points, configs, strict=True)):

@@ -29,6 +29,10 @@ class Progress:
         self.console = console or Console(stderr=True)
         self.label = label
 
+    def say(self, text: str) -> None:
+        """One line about the point."""
+        self.console.print(f"{self.label}{text}", highlight=False, soft_wrap=True, markup=False)
+
     @contextmanager
     def prompts(self, name: str, total: int) -> Iterator[Tick]:
         """A bar over `total` prompts; call the yielded function with each finished record."""

@@ -41,6 +41,9 @@ def run_point(plan: Plan, progress: Progress) -> Outcome:
         workshop = Workshop(plan, progress)
         if plan.config.force:
             _forget(plan)
+        dense = sum(len(plan.missing(run_id, [cell])) for cell, run_id in plan.dense.items())
+        own = 0 if plan.is_dense else len(plan.missing(plan.run_id, plan.cells))
+        progress.say(f"{dense + own} prompts to compute, {dense} dense and {own} sparse")
         for cell, run_id in plan.dense.items():
             computed += _compute(workshop, run_id, [cell], dense=True)
         computed += _compute(workshop, plan.run_id, plan.cells, dense=False)

@@ -124,7 +124,8 @@ def _draw(mirror: tracking.Mirror, outcome: Outcome) -> None:
 
 def _say(outcome: Outcome, label: str) -> None:
     if outcome.computed:
-        text = f"{label}run {outcome.plan.run_id}: {outcome.computed} prompts computed"
+        prompts = f"{outcome.computed} prompt{'s' if outcome.computed > 1 else ''}"
+        text = f"{label}run {outcome.plan.run_id}: {prompts} computed"
     else:
         text = f"{label}run {outcome.plan.run_id}: skipped, already computed"
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)

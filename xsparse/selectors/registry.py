@@ -6,6 +6,7 @@ is a file here and a word there. Others register from wherever they are imported
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from dataclasses import fields
 from typing import Any
@@ -57,7 +58,9 @@ def build(name: str, **params: Any) -> Selector:
     for key in params:
         if key not in known and key not in SHARED:
             own = " | ".join(k for k in known if k not in SHARED) or "none"
-            raise ValueError(f"selector.{key}: parameters of {name} are: {own}")
+            near = difflib.get_close_matches(key, [*known, *SHARED], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"selector.{key}: parameters of {name} are: {own}{hint}")
     return get(name)(**{key: value for key, value in params.items() if key in known})
 
 

@@ -41,7 +41,7 @@ def show(arguments: Sequence[str]) -> None:
         raise ValueError("show needs task=NAME and length=TOKENS")
     names = tasks.names(node)
     if len(names) > 1:
-        raise ValueError(f"task={node.name}: show one of {', '.join(names)}")
+        raise ValueError(f"task={node.name} is a group; show one of {', '.join(names)}")
     tasks.check(names[0], given.length, node)
     tokenizer, template_kwargs = _tokenizer(
         given.get("tokenizer"), [a for a in arguments if not a.startswith(own)]

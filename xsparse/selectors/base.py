@@ -56,7 +56,7 @@ class TensorKeys:
     """The KeyView of one tensor that holds all of K. k: [kv_heads, N, d]"""
 
     k: Tensor
-    resident: ClassVar[bool] = True
+    resident = True
 
     @property
     def length(self) -> int:

@@ -87,6 +87,12 @@ def attach(
     of the selector. One unpadded sequence at a time. Yields Stats; the model is restored on exit,
     also after an exception. Raises ValueError for what is not supported or does not fit.
     """
+    for key, instead in (
+        ("engine", "offload=True"),
+        ("selector_options", "the options themselves"),
+    ):
+        if key in settings:
+            raise ValueError(f"{key}={settings[key]}: allowed is {instead}")
     fields = Settings.__dataclass_fields__
     known = {key: value for key, value in settings.items() if key in fields}
     options = {key: value for key, value in settings.items() if key not in fields}

@@ -19,7 +19,7 @@ from typing import Any
 
 from xsparse.config import Config, from_hydra, parse_length, register
 from xsparse.points import expand, parse
-from xsparse.settings import ConfigError, parse_threshold
+from xsparse.settings import TYPES, ConfigError, parse_threshold
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -97,7 +97,7 @@ def name_model(override: str) -> list[str]:
     values = value.split(",")
     if key != "model" or all((CONF / "model" / f"{v}.yaml").is_file() for v in values):
         return [override]
-    if all(Path(v).expanduser().is_dir() for v in values):
+    if all(v and Path(v).expanduser().is_dir() for v in values):
         quoted = ",".join(f"'{v}'" for v in values)  # a folder's name may hold a = or a blank
         return ["model=path", f"model.id={quoted}"]
     if all(re.fullmatch(r"[\w.-]+/[\w.-]+", v) for v in values):
@@ -141,11 +141,20 @@ def preflight(config: Config) -> None:
     from xsparse import plan, runner, tracking
     from xsparse.progress import Progress
 
+    check_folder(config.results)
     tracking.mode_of(config.tracker)
     with Progress().download() as report:
         made = plan.make(config, report)
-    if not made.complete or config.force:
+    if config.force or not made.complete:
         runner.Workshop(made, Progress())
+
+
+def check_folder(results: str) -> None:
+    """Refuse a results folder that cannot be made or written."""
+    folder = Path(results).expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"results={results}: allowed is a folder that can be written")
 
 
 def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
@@ -154,10 +163,12 @@ def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     given = _folder(overrides, key)
     command = shlex.join(["python", *sys.argv])
+    results = _folder(overrides, "results") or "results"
+    check_folder(given or results)
     if given:
         folder = store.SweepFolder.open(given, command)
     else:
-        folder = store.SweepFolder.create(_folder(overrides, "results") or "results", command)
+        folder = store.SweepFolder.create(results, command)
         path = str(folder.path).replace("'", "\\'")
         overrides = [*overrides, f"{key}='{path}'"]
     try:
@@ -174,6 +185,7 @@ def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
             raise ConfigError(f"the sweep did not start: {one_line(error)}") from error
         # A launcher that lost a process: the other points count, and this one shows as such.
         print(f"run.py: {textwrap.shorten(one_line(error), 200)}", file=sys.stderr)
+        return sweep.finish(folder) or sweep.FAILED
     return sweep.finish(folder)
 
 
@@ -228,7 +240,7 @@ def one_line(error: BaseException) -> str:
     if plugin := re.search(r"Could not (?:find|load) '(hydra/\w+)/([^']+)'", text):
         extras = "extras of this project: slurm | ray | optuna"
         return f"{plugin[1]}={plugin[2]}: no Hydra plugin of that name is installed ({extras})"
-    if unknown := re.search(r"Could not find '([^/]+)/([^']+)'", text):
+    if unknown := re.search(r"Could not find '([^/']+)/([^']*)'", text):
         names = sorted(p.stem for p in (CONF / unknown[1]).glob("*.yaml"))
         return f"{unknown[1]}={unknown[2]}: allowed is {' | '.join(names)}"
     if value := re.search(r"Value '(.*)' .* could not be converted to (\w+)", text):
@@ -236,6 +248,14 @@ def one_line(error: BaseException) -> str:
         kind = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
         allowed = kind.get(value[2], value[2].lower())
         return f"{key[1] if key else 'value'}={value[1]}: allowed is {allowed}"
+    if merged := re.search(r"Error merging override ([^=\s]+)=(.*)", text):
+        kinds = {f.name: getattr(f.type, "__name__", "") for f in fields(Config)}
+        return f"{merged[1]}={merged[2]}: allowed is {TYPES.get(kinds.get(merged[1], ''), 'one value')}"
+    if unread := re.search(r"LexerNoViableAlt\w*: ([^=\s]+)=(\S*)", text):
+        return f"{unread[1]}={unread[2]}: not readable; allowed is KEY=VALUE or KEY='VALUE'"
+    if "Config group override must be a string" in text:
+        groups = [o for o in sys.argv[1:] if re.fullmatch(r"\w+=(null|\[.*\]|\{.*\})", o)]
+        return f"{groups[0] if groups else 'a group'}: allowed is one name"
     lines = [line.strip() for line in str(error).splitlines()]
     shown = [x for x in lines if x and not re.match(r"(full_key|object_type|reference_type)", x)]
     return " ".join(shown) or type(error).__name__

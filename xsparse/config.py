@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
-from xsparse.settings import ConfigError, Settings, at_least, one_of, refuse
+from xsparse.settings import ConfigError, Settings, at_least, between, one_of, refuse
 
 
 @dataclass
@@ -110,8 +110,9 @@ class Config:
             self.length = parse_length(self.length)
         except TypeError as error:
             raise ConfigError(str(error)) from None
-        at_least("samples", self.samples, 1)
-        at_least("seed", self.seed, 0)
+        between("samples", self.samples, 1, 1_000_000)
+        if not self.results.strip():
+            refuse("results", self.results, "a folder")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
             refuse("device", self.device, "auto | cpu | cuda | cuda:N")
@@ -169,6 +170,9 @@ def parse_length(value: Any) -> list[int]:
 
 def from_hydra(node: Any) -> Config:
     """The typed configuration of a composed Hydra node. Raises ConfigError with one line."""
+    unknown = [key for key in node if key not in Config.__dataclass_fields__]
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: no such key; see python run.py --help")
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)
     return config

@@ -55,9 +55,12 @@ class Plan:
         runs = {self.run_id: self.cells, **{r: [cell] for cell, r in self.dense.items()}}
         root = Path(self.config.results) / "runs"
         return all(
-            store.RunFolder(root / run_id).state == "done" and not self.missing(run_id, cells)
-            for run_id, cells in runs.items()
+            self.finished(store.RunFolder(root / run_id), cells) for run_id, cells in runs.items()
         )
+
+    def finished(self, run: store.RunFolder, cells: list[Cell]) -> bool:
+        """Whether a run is closed with its rows and holds every prompt of `cells`."""
+        return run.state == "done" and bool(run.rows()) and not self.missing(run.run_id, cells)
 
     def resolved(self) -> dict[str, Any]:
         """The configuration as stored beside the run."""

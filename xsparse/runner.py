@@ -65,7 +65,7 @@ def _compute(workshop: "Workshop", run_id: str, cells: list[Cell], *, dense: boo
     with store.lock(root, run_id):
         missing = plan.missing(run_id, cells)
         run = store.RunFolder(Path(root) / "runs" / run_id)
-        if not missing and run.state == "done":
+        if plan.finished(run, cells):
             return 0
         run = store.RunFolder.open(root, run_id, _stored_config(plan, cells, dense), plan.env)
         try:

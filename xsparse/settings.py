@@ -11,6 +11,8 @@ from typing import Any
 
 from xsparse import selectors
 
+# No sequence is longer; a number beyond it is a slip, and would only fail later and less clearly.
+MOST_TOKENS = 1 << 24
 RULES = ("any", "vote", "mean_score")
 DIGESTS = ("none", "streamed", "resident_k", "strided_k", "minmax")
 BACKENDS = ("auto", "torch", "triton", "flex", "fa4", "naive")
@@ -35,6 +37,29 @@ def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 def at_least(key: str, value: float, low: float) -> None:
     if not value >= low:
         refuse(key, value, f">= {low}")
+
+
+def between(key: str, value: float, low: float, high: float) -> None:
+    at_least(key, value, low)
+    if value > high:
+        refuse(key, value, f"<= {high}")
+
+
+TYPES = {"int": "an integer", "str": "a word", "bool": "true or false", "float": "a number"}
+
+
+def check_type(key: str, value: Any, declared: str) -> None:
+    """Refuse a value that is not of the declared type; a bool is no integer here."""
+    if declared.endswith("| None"):
+        if value is None:
+            return
+        declared = declared.removesuffix("| None").strip()
+    kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+    if declared not in kinds:
+        return
+    wrong = not isinstance(value, kinds[declared])
+    if wrong or (isinstance(value, bool) and declared != "bool"):
+        refuse(key, value, TYPES[declared])
 
 
 @dataclass
@@ -64,13 +89,16 @@ class Settings:
     mass_recall: bool = False
 
     def __post_init__(self) -> None:
+        for name, spec in self.__dataclass_fields__.items():
+            check_type(name, getattr(self, name), str(spec.type))
         try:
             self.threshold = parse_threshold(self.threshold)
         except TypeError as error:
             raise ConfigError(str(error)) from None
-        for key in ("block_size", "block_size_ratio", "chunk_size"):
-            at_least(key, getattr(self, key), 1)
-        at_least("ring_slots", self.ring_slots, 2)
+        for key in ("block_size", "block_size_ratio", "chunk_size", "decode_budget_tokens"):
+            between(key, getattr(self, key), 1, MOST_TOKENS)
+        between("ring_slots", self.ring_slots, 2, 1024)
+        at_least("seed", self.seed, 0)
         if self.stride < 1 or self.block_size % self.stride:
             refuse("stride", self.stride, f"a divisor of block_size={self.block_size}")
         if self.chunk_size % self.block_size:
@@ -82,7 +110,7 @@ class Settings:
         one_of("engine", self.engine, ("resident", "offload"))
         one_of("decode_selector", self.decode_selector, ("full", "minmax"))
         one_of("ops_backend", self.ops_backend, BACKENDS)
-        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
+        if self.host_memory_gb is not None and not 0 < self.host_memory_gb < math.inf:
             refuse("engine.host_memory_gb", self.host_memory_gb, "> 0, or null for what is free")
         if self.decode_selector == "minmax" and self.decode_budget_tokens < 3 * self.block_size:
             refuse(

@@ -67,7 +67,7 @@ def run_job(node: Any) -> tuple[float, float] | None:
         with progress.download() as report:
             plan = make(config, report)
         folder.set_point(number, "running", run_id=plan.run_id)
-        if plan.complete and not config.force:
+        if not config.force and plan.complete:
             outcome = run_point(plan, progress)
         else:
             outcome = _tracked(plan, progress, group=path.name, overrides=overrides)

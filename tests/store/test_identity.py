@@ -137,7 +137,7 @@ def test_versions():
     import torch
 
     found = store.versions()
-    assert set(found) == {"python", "torch", "transformers", "triton", "numpy", "tokenizers"}
+    assert {"python", "torch", "transformers", "triton", "numpy", "tokenizers"} <= set(found)
     assert found["numpy"] == numpy.__version__
     assert found["torch"] == torch.__version__
 

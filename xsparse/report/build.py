@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +48,20 @@ def write(sweep: load.Sweep, out: Path | None = None, floor: float = DENSE_FLOOR
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must lie in 0..1")
     out = out or sweep.folder / "report"
-    out.mkdir(parents=True, exist_ok=True)
-    write_rows(sweep, out)
-    drawn = [_save(drawing, out) for drawing in _drawings(sweep)]
-    needles = [_save(drawing, out) for drawing in _heatmaps(sweep)]
-    file = out / "report.html"
-    file.write_text(_page(sweep, drawn, needles, floor), encoding="utf-8")
-    return file
+    # Made beside and moved into place, so that an interrupt leaves the old report or none.
+    made = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        made.mkdir(parents=True, exist_ok=True)
+        write_rows(sweep, made)
+        drawn = [_save(drawing, made) for drawing in _drawings(sweep)]
+        needles = [_save(drawing, made) for drawing in _heatmaps(sweep)]
+        (made / "report.html").write_text(_page(sweep, drawn, needles, floor), encoding="utf-8")
+        out.mkdir(exist_ok=True)
+        for file in made.iterdir():
+            os.replace(file, out / file.name)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return out / "report.html"
 
 
 def write_rows(sweep: load.Sweep, out: Path) -> None:

@@ -108,7 +108,10 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the last finish; empty before."""
-        return read_json(self.path / "rows.json") or []
+        rows = read_json(self.path / "rows.json") or []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{self.path / 'rows.json'} is damaged: remove the file or the run")
+        return rows
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration of the last session that computed."""
@@ -118,6 +121,8 @@ class RunFolder:
             return yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {}
         except FileNotFoundError:
             return {}
+        except yaml.YAMLError:
+            raise ValueError(f"{self.path / 'config.yaml'} is damaged: remove the run") from None
 
     def environment(self) -> dict[str, Any]:
         """env.json of the last session that computed; `earlier` lists those before it."""

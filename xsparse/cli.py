@@ -165,10 +165,14 @@ def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
     command = shlex.join(["python", *sys.argv])
     results = _folder(overrides, "results") or "results"
     check_folder(given or results)
-    if given:
-        folder = store.SweepFolder.open(given, command)
-    else:
-        folder = store.SweepFolder.create(results, command)
+    try:
+        if given:
+            folder = store.SweepFolder.open(given, command)
+        else:
+            folder = store.SweepFolder.create(results, command)
+    except OSError as error:
+        raise ConfigError(f"results={given or results}: {error.strerror}") from None
+    if not given:
         path = str(folder.path).replace("'", "\\'")
         overrides = [*overrides, f"{key}='{path}'"]
     try:
@@ -250,7 +254,8 @@ def one_line(error: BaseException) -> str:
         return f"{key[1] if key else 'value'}={value[1]}: allowed is {allowed}"
     if merged := re.search(r"Error merging override ([^=\s]+)=(.*)", text):
         kinds = {f.name: getattr(f.type, "__name__", "") for f in fields(Config)}
-        return f"{merged[1]}={merged[2]}: allowed is {TYPES.get(kinds.get(merged[1], ''), 'one value')}"
+        allowed = TYPES.get(kinds.get(merged[1], ""), "one value")
+        return f"{merged[1]}={merged[2]}: allowed is {allowed}"
     if unread := re.search(r"LexerNoViableAlt\w*: ([^=\s]+)=(\S*)", text):
         return f"{unread[1]}={unread[2]}: not readable; allowed is KEY=VALUE or KEY='VALUE'"
     if "Config group override must be a string" in text:

@@ -109,7 +109,13 @@ def test_a_job_that_raises_is_kept_with_its_traceback(run, small, tmp_path):
 def test_an_interrupt_is_noted_and_the_run_goes_on_later(run, small, tmp_path):
     words = command(*small, "samples=40")
     process = subprocess.Popen(
-        words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+        words,
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

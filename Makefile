@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test setup model lint lock clean
+.PHONY: run test setup model lock clean
 
 run: setup
 	$(VENV)/bin/python run.py $(ARGS)

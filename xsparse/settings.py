@@ -16,8 +16,7 @@ MOST_TOKENS = 1 << 24
 RULES = ("any", "vote", "mean_score")
 DIGESTS = ("none", "streamed", "resident_k", "strided_k", "minmax")
 BACKENDS = ("auto", "torch", "triton", "flex", "fa4", "naive")
-# What decode by block bounds and the exact-mass diagnostic can read.
-DECODE_MINMAX = ("minmax", "resident_k")
+# What the exact-mass diagnostic can read.
 MASS_RECALL = ("resident_k", "streamed")
 
 
@@ -152,7 +151,7 @@ class Settings:
             return None
         accepts = {f"selector={method.name}": method.digests}
         if self.decode_selector == "minmax":
-            accepts["decode_selector=minmax"] = DECODE_MINMAX
+            accepts["decode_selector=minmax"] = selectors.MinMaxDecode.digests
         if self.mass_recall:
             accepts["mass_recall=true"] = MASS_RECALL
         usable = [d for d in method.digests if all(d in allowed for allowed in accepts.values())]

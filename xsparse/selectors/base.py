@@ -114,7 +114,6 @@ class Selector(ABC):
     digests:       where K of offloaded history may be found (docs/selectors.md)
     has_scores:    select returns scores, so the reduction `mean_score` works
     keep_all:      parameters with which every causal block is kept
-    deterministic: nothing is drawn by lot
     dense:         everything is kept whatever the parameters; engines then skip selection
     """
 
@@ -122,7 +121,6 @@ class Selector(ABC):
     digests: ClassVar[tuple[str, ...]]
     has_scores: ClassVar[bool] = True
     keep_all: ClassVar[dict[str, Any]] = {}
-    deterministic: ClassVar[bool] = True
     dense: ClassVar[bool] = False
 
     @abstractmethod

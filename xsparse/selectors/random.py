@@ -33,7 +33,6 @@ class Random(Selector):
     digests = ("none", "resident_k", "minmax")
     has_scores = False
     keep_all = {"density": 1.0}
-    deterministic = False
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:

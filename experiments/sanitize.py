@@ -1,4 +1,4 @@
-"""Every Triton kernel once on small shapes, for NVIDIA's compute-sanitizer.
+"""Every Triton kernel and a small offloaded session, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck python3 -m experiments.sanitize [NAME ...]
 
@@ -12,17 +12,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments import kernel_checks as checks
 from experiments.kernel_checks import Shape
+from xsparse import selectors
+from xsparse.attention import Rules, Session
+from xsparse.kv.offload import OffloadEngine
+from xsparse.kv.resident import ResidentEngine
+from xsparse.kv.shape import CacheShape
 from xsparse.ops import torch_backend, triton_backend
 from xsparse.ops.attention import hopper
 from xsparse.ops.attention.hopper import HopperTiling
 from xsparse.ops.attention.kernel import Tiling
 from xsparse.ops.tiles import BlockLists, KVTiles
+from xsparse.steps import Steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LONG = Shape(700, 333, 4, 2, 64)
@@ -62,6 +69,9 @@ def runs(device: torch.device) -> dict[str, Callable[[], tuple[float, float]]]:
         ),
         "merge": partial(merge, device),
         "gather": partial(gather, device),
+        "offload ring": partial(offload, device, transfer="ring", digest="none", ring_slots=2),
+        "offload gather": partial(offload, device, transfer="gather"),
+        "offload decode steps": partial(offload, device, transfer="gather", steps=3),
     }
     q, kv = torch.empty(4, 8, 64, dtype=BF16, device=device), pools(LONG, BF16, device)[1]
     if hopper.why_not(q, kv) is None:
@@ -172,6 +182,39 @@ def gather(device: torch.device) -> tuple[float, float]:
         triton_backend.gather_tiles(place, index.to(device), out)
         wrong = max(wrong, _apart(out, source[index.long()]))
     return wrong, 0.0
+
+
+def offload(device: torch.device, *, steps: int = 0, **engine: Any) -> tuple[float, float]:
+    """A session of two layers with copies, gathers and merges, beside one on the CPU."""
+    tokens, chunk, heads = 700, 256, (4, 2, 2)
+    generator = torch.Generator().manual_seed(3)
+    size = tokens + steps
+    qkv = [[torch.randn(h, size, 64, generator=generator) for h in heads] for _ in range(2)]
+
+    def session(on: str, backend: Any, dtype: torch.dtype) -> Session:
+        shape = CacheShape(2, 4, 2, 64, 128, 2, chunk, dtype, torch.device(on))
+        stats = "minmax" if steps else None
+        made: Any = ResidentEngine(shape, stats)
+        if on != "cpu":
+            room = 2 if steps else 0
+            made = OffloadEngine(shape, ops=backend, stats=stats, step_tiles=room, **engine)
+        selector = selectors.build("random", density=0.5)
+        rules = Rules(transfer=engine["transfer"] if on != "cpu" else "ring")
+        decode = partial(Steps, budget_tokens=384) if steps else None
+        return Session(made, selector, backend, rules=rules, steps=decode)
+
+    def run(one: Session, dtype: torch.dtype) -> Tensor:
+        outs = []
+        pieces = [*range(0, tokens, chunk), *range(tokens, size)]
+        for start, stop in zip(pieces, [*pieces[1:], size], strict=True):
+            one.decoding = start >= tokens
+            for layer, parts in enumerate(qkv):
+                x = (p[:, start:stop].to(BF16).to(one.engine.shape.device, dtype) for p in parts)
+                outs.append(one.attend(layer, *x, 0.125).float().cpu())
+        return torch.cat(outs, 1)
+
+    got = run(session(str(device), triton_backend, BF16), BF16)
+    return _apart(got, run(session("cpu", torch_backend, FP32), FP32)), TOLERANCE[BF16]
 
 
 def _place(shape: Shape) -> dict:

@@ -93,6 +93,8 @@ def attach(
     ):
         if key in settings:
             raise ValueError(f"{key}={settings[key]}: allowed is {instead}")
+    if settings.get("cuda_graph") == "step":
+        raise ValueError("cuda_graph=step: allowed is none | pair; `generate` runs step by step")
     fields = Settings.__dataclass_fields__
     known = {key: value for key, value in settings.items() if key in fields}
     options = {key: value for key, value in settings.items() if key not in fields}

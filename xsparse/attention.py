@@ -4,6 +4,8 @@ append K and V -> select blocks -> reduce to what must move -> fetch it window b
 inside each window -> merge by log-sum-exp. Nothing here knows a model library or a stream.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,13 @@ from torch import Tensor
 
 from xsparse.counters import Counters, causal_triples
 from xsparse.kv.engine import Engine
+from xsparse.ops import OPERATORS
+from xsparse.ops.tiles import BlockLists
 from xsparse.selectors.base import Selector, Site
 from xsparse.selectors.reduce import executed_mask, reduce_mask
+from xsparse.steps import Steps
+
+MOST_PARTS = 8  # of attention over disjoint keys, held until they are merged
 
 STAGE_OF_OPERATOR = {
     "select_blocks": "select",
@@ -41,8 +48,9 @@ class Rules:
 class Session:
     """One sequence at a time through an engine.
 
-    selector: governs prefill; decode: None (everything) or an object with
-    `keep(q, keys, site) -> bool [kv_heads, blocks]`; decoding: set by whoever drives the model.
+    selector: governs prefill; steps: decode with the position on the device, made from (engine,
+    operators, counters), or None, where decode reads everything; decoding: set by whoever drives
+    the model.
     """
 
     def __init__(
@@ -52,27 +60,27 @@ class Session:
         ops: Any,
         *,
         rules: Rules | None = None,
-        decode: Any = None,
+        steps: Callable[[Engine, Any, Counters], Steps] | None = None,
         mass_recall: bool = False,
     ):
         self.engine = engine
         self.selector = selector
         self.rules = rules or Rules()
-        self.decode = decode
         self.mass_recall = mass_recall
         self.counters = Counters(engine.shape.device)
         self.ops = _timed(ops, self.counters)
         self.decoding = False
         # "prefill": the driver says so, whatever the number of tokens; "auto": one token decodes
         self.phase = "auto"
-        # Parts are merged in fp32, or every merge would round.
-        self.part_dtype = None if engine.one_part else torch.float32
+        self.steps = steps(engine, self.ops, self.counters) if steps else None
         engine.stage = self.counters.stage
 
     def reset(self) -> None:
         """Begin another sequence."""
         self.engine.reset()
         self.counters.reset()
+        if self.steps is not None:
+            self.steps.reset()
         self.decoding = False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -80,9 +88,11 @@ class Session:
 
         q: [q_heads, C, d]; k, v: [kv_heads, C, d]; returns [q_heads, C, d]
         """
+        self.counters.timing = not self.decoding  # stage times are those of prefill
+        if self.decoding and self.steps is not None and self.steps.captured:
+            return self.steps.attend(layer, q, k, v, scaling)
         traffic = self.engine.traffic
         h2d, d2h = traffic.h2d, traffic.d2h
-        self.counters.timing = not self.decoding  # stage times are those of prefill
         step = self._decode if self.decoding else self._prefill_in_chunks
         out = step(layer, q, k, v, scaling)
         phase = "decode_" if self.decoding else ""
@@ -148,20 +158,14 @@ class Session:
         return self._read(layer, q, executed, reduced.tiles, reduced.pages, q_start, scaling)
 
     def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        if self.steps is not None:
+            return self.steps.attend(layer, q, k, v, scaling)
         engine, shape = self.engine, self.engine.shape
-        q_start = engine.lengths[layer]
         engine.append(layer, k, v)
         tiles = shape.kv_heads * shape.blocks(engine.lengths[layer])
         self.counters.add("decode_tiles", tiles)
-        if self.decode is None:
-            self.counters.add("decode_tiles_kept", tiles)
-            return self._read_all(layer, q, scaling)
-        with self.counters.stage("estimate"):
-            keep = self.decode.keep(q, engine.keys(layer), self._site(layer, q_start, scaling))
-        self.counters.add("decode_tiles_kept", keep.sum())
-        executed = keep.repeat_interleave(shape.q_heads // shape.kv_heads, 0)[:, None]
-        pages = _pages(keep, shape.block_size_ratio)
-        return self._read(layer, q, executed, keep, pages, q_start, scaling)
+        self.counters.add("decode_tiles_kept", tiles)
+        return self._read_all(layer, q, scaling)
 
     def _read(
         self,
@@ -174,40 +178,53 @@ class Session:
         scaling: float,
     ) -> Tensor:
         """Attention inside the executed mask, window by window."""
-        merged = None
+        shape = self.engine.shape
+        group = shape.q_heads // shape.kv_heads
+        whole: BlockLists | None = None
+        parts: dict[int, list[Part]] = defaultdict(list)
         for window in self.engine.windows(layer, tiles, pages):
+            rows = window.rows(group)
             with self.counters.stage("select"):
-                lists = self.ops.block_lists(window.mask(executed))
-            if not self.decoding:
-                least = self.ops.tiles_of_empty_row(q, window.tiles)
-                self.counters.add("executed", lists.counts.clamp(min=least).sum())
+                if window.only and window.columns is None:
+                    whole = whole or self.ops.block_lists(executed)
+                    lists = BlockLists(whole.indices[rows], whole.counts[rows])
+                else:
+                    lists = self.ops.block_lists(window.mask(executed, group))
+            least = self.ops.tiles_of_empty_row(q, window.tiles)
+            self.counters.add("executed", lists.counts.clamp(min=least).sum())
+            # Parts are merged in fp32, or every merge would round.
             part = self.ops.block_sparse_attention(
-                q,
+                q[rows],
                 window.tiles,
                 lists,
                 q_start=q_start,
                 scaling=scaling,
-                out_dtype=self.part_dtype,
+                out_dtype=None if window.only else torch.float32,
             )
-            merged = self._merge(merged, part)
-        assert merged is not None  # the chunk itself is always a window
-        return merged[0].to(q.dtype)
+            self._add(parts[rows.start], part)
+        outs = [self._merged(parts[first], q.dtype) for first in sorted(parts)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _read_all(self, layer: int, q: Tensor, scaling: float) -> Tensor:
         """Dense causal attention, part by part."""
-        merged = None
+        parts: list[Part] = []
         for k, v, causal in self.engine.dense_parts(layer):
-            part = self.ops.dense_attention(
-                q, k, v, scaling=scaling, causal=causal, out_dtype=self.part_dtype
-            )
-            merged = self._merge(merged, part)
-        assert merged is not None
-        return merged[0].to(q.dtype)
+            part = self.ops.dense_attention(q, k, v, scaling=scaling, causal=causal)
+            self._add(parts, part)
+        return self._merged(parts, q.dtype)
 
-    def _merge(self, merged: Part | None, part: Part) -> Part:
-        if merged is None:
-            return part
-        return self.ops.merge_states([merged[0], part[0]], [merged[1], part[1]])
+    def _add(self, parts: list[Part], part: Part) -> None:
+        """Merging many parts at once is less traffic than two by two; memory bounds how many."""
+        if len(parts) == MOST_PARTS:
+            parts[:] = [self._merge(parts, torch.float32)]
+        parts.append(part)
+
+    def _merged(self, parts: list[Part], dtype: torch.dtype) -> Tensor:
+        return parts[0][0].to(dtype) if len(parts) == 1 else self._merge(parts, dtype)[0]
+
+    def _merge(self, parts: list[Part], dtype: torch.dtype) -> Part:
+        outs, lses = zip(*parts, strict=True)
+        return self.ops.merge_states(outs, lses, out_dtype=dtype)
 
     def _count_mass(self, layer: int, q: Tensor, executed: Tensor, site: Site) -> None:
         """Share of the true attention mass inside the executed mask.
@@ -226,13 +243,6 @@ class Session:
         self.counters.add("mass_total", mass.sum())
 
 
-def _pages(tiles: Tensor, ratio: int) -> Tensor:
-    """Pages with any tile wanted. tiles: bool [heads, blocks] -> bool [pages]."""
-    any_head = tiles.any(0)
-    padded = torch.nn.functional.pad(any_head, (0, -any_head.shape[0] % ratio))
-    return padded.view(-1, ratio).any(1)
-
-
 def _timed(ops: Any, counters: Counters) -> Any:
     """The operators, those of a stage of their own timed as that stage."""
 
@@ -243,7 +253,7 @@ def _timed(ops: Any, counters: Counters) -> Any:
 
         return run
 
-    names = {n: getattr(ops, n) for n in dir(ops) if not n.startswith("_")}
+    names = {name: getattr(ops, name) for name in (*OPERATORS, "name")}
     for name, stage in STAGE_OF_OPERATOR.items():
         names[name] = timed(names[name], stage)
     return SimpleNamespace(**names)

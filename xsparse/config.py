@@ -58,8 +58,10 @@ class TrackerConfig:
 # Keys of Config that Settings has under the same name.
 SHARED = (
     *("threshold", "stride", "seed", "block_size", "block_size_ratio", "chunk_size"),
-    *("transfer", "ring_slots", "digest", "reduce_heads", "reduce_queries", "reduce_sub_blocks"),
-    *("attend", "decode_selector", "decode_budget_tokens", "ops_backend", "mass_recall"),
+    *("transfer", "ring_slots", "digest", "digest_format"),
+    *("reduce_heads", "reduce_queries", "reduce_sub_blocks", "attend"),
+    *("decode_selector", "decode_budget_tokens", "decode_cache_gb", "cuda_graph"),
+    *("ops_backend", "mass_recall"),
 )
 
 
@@ -92,9 +94,12 @@ class Config:
     transfer: str = "ring"
     ring_slots: int = 4
     digest: str | None = None
+    digest_format: str = "int8"
 
     decode_selector: str = "full"
     decode_budget_tokens: int = 2048
+    decode_cache_gb: float = 0.0
+    cuda_graph: str = "none"
 
     dtype: str = "auto"
     device: str = "auto"

@@ -26,6 +26,7 @@ class Counters:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._watched: dict[str, tuple[Tensor, int]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -44,6 +45,11 @@ class Counters:
             self._device[name] = self._device[name] + value if name in self._device else value
         else:
             self._host[name] += value
+
+    def watch(self, name: str, meter: Tensor, factor: int) -> None:
+        """Count what a kernel adds up itself, times `factor`. meter: integer [1]; who owns it
+        sets it back for another sequence."""
+        self._watched[name] = meter, factor
 
     @contextmanager
     def stage(self, name: str):
@@ -91,9 +97,12 @@ class Counters:
     def read(self) -> dict[str, int | float]:
         """Every sum as a number; waits for the device once."""
         read: dict[str, int | float] = dict(self._host)
-        if self._device:
-            values = torch.stack(list(self._device.values())).tolist()
-            for name, value in zip(self._device, values, strict=True):
+        sums = dict(self._device)
+        for name, (meter, factor) in self._watched.items():
+            sums[name] = sums.get(name, 0) + meter[0].double() * factor
+        if sums:
+            values = torch.stack(list(sums.values())).tolist()
+            for name, value in zip(sums, values, strict=True):
                 read[name] = read.get(name, 0) + (int(value) if value.is_integer() else value)
         return read
 

@@ -22,16 +22,23 @@ from xsparse.tasks import Sample
 class Measured:
     """A model bound to a session: prompts in, records of docs/results.md out."""
 
-    def __init__(self, loaded: Loaded, session: Session, cache: SessionCache):
+    def __init__(
+        self, loaded: Loaded, session: Session, cache: SessionCache, *, whole_steps: bool = False
+    ):
         self.loaded = loaded
         self.session = session
         self.cache = {cache_argument(loaded.model): cache}
+        self.graph = None
+        if whole_steps:
+            from xsparse.step_graph import StepGraph
+
+            self.graph = StepGraph(loaded.model, session, self.cache)
         self.device = session.engine.shape.device
 
     def warm_up(self, tokens: int) -> int:
         """Run a throw-away prompt of `tokens` tokens; compiles and allocates outside the clock."""
         with torch.inference_mode():
-            self._generate([1 + i % 97 for i in range(tokens)], 2, stop=())
+            self._generate([1 + i % 97 for i in range(tokens)], 3, stop=())
         return tokens
 
     def run(self, sample: Sample) -> dict[str, Any]:
@@ -92,10 +99,14 @@ class Measured:
         stages = session.counters.stages_s()
         session.phase = "auto"
         decode_begin_s = time.perf_counter()
-        while new[-1] not in stop and len(new) < max_new_tokens:
+        if self.graph is not None and new[-1] not in stop:
+            new += self.graph.generate(token, max_new_tokens - 1, stop)
+        while self.graph is None and new[-1] not in stop and len(new) < max_new_tokens:
             token = self._forward(token.view(1, 1))[0, -1].argmax()
             new.append(int(token))
         decode_s = time.perf_counter() - decode_begin_s
+        # A graph runs in bursts, so there may have been more steps than tokens are returned.
+        steps = session.engine.length - len(ids)
         return new, {
             "ttft_s": ttft_s,
             "prefill_s": prefill_s,
@@ -103,7 +114,8 @@ class Measured:
             if self.device.type == "cpu"
             else None,
             "decode_s": decode_s,
-            "tpot_s": decode_s / (len(new) - 1) if len(new) > 1 else None,
+            "decode_steps": steps,
+            "tpot_s": decode_s / steps if steps else None,
             "stages_s": stages,
             "counters": session.counters.read(),
         }
@@ -127,10 +139,11 @@ def _load(node: str, dtype: str, device: str) -> Loaded:
 
 
 @contextmanager
-def measured(loaded: Loaded, session: Session) -> Iterator[Measured]:
-    """The model bound to `session`; engine buffers are given back on exit."""
+def measured(loaded: Loaded, session: Session, *, whole_steps: bool = False) -> Iterator[Measured]:
+    """The model bound to `session`; engine buffers are given back on exit. whole_steps: decode by
+    one CUDA graph per step."""
     try:
         with bound(loaded.model, session) as cache:
-            yield Measured(loaded, session, cache)
+            yield Measured(loaded, session, cache, whole_steps=whole_steps)
     finally:
         session.engine.close()

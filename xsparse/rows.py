@@ -21,8 +21,9 @@ MACRO_TASK = "mean"
 _IDENTITY = """
 run_id dense_run_id model weights_sha256 dtype tokenizer_hash prompt_hash task length n tasks seed
 selector threshold stride block_size block_size_ratio chunk_size reduce_heads reduce_queries
-reduce_sub_blocks attend engine transfer ring_slots digest decode_selector decode_budget_tokens
-ops_backend dense_kernel device host versions git_commit command
+reduce_sub_blocks attend engine transfer ring_slots digest digest_format decode_selector
+decode_budget_tokens decode_cache_gb cuda_graph ops_backend dense_kernel device host
+versions git_commit command
 """
 _ACCURACY = """
 accuracy accuracy_low accuracy_high dense_accuracy delta delta_low delta_high p_value mass_recall
@@ -126,9 +127,13 @@ def ratio_of_sums(pairs: Iterable[tuple[float | None, float | None]]) -> float |
 
 def tpot_s(sample: Sample) -> float | None:
     """Seconds per decoded token; the first new token comes from the prefill."""
-    decoded = (sample.get("new_tokens") or 0) - 1
-    seconds = sample.get("decode_s") or 0.0
-    return seconds / decoded if decoded > 0 and seconds > 0 else None
+    steps, seconds = decode_steps(sample), sample.get("decode_s") or 0.0
+    return seconds / steps if steps > 0 and seconds > 0 else None
+
+
+def decode_steps(sample: Sample) -> int:
+    """Steps in `decode_s`: a graph's bursts may run past the end of the answer."""
+    return sample.get("decode_steps", (sample.get("new_tokens") or 0) - 1)
 
 
 def _cells(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
@@ -216,7 +221,7 @@ def _speed(cells: list[list[Sample]], dense: list[list[Sample]] | None) -> dict[
     decoding = [sample for sample in samples if tpot_s(sample) is not None]
     values: dict[str, Any] = {
         "prefill_tok_s": _prefill_tok_s(samples),
-        "decode_tok_s": ratio_of_sums((s["new_tokens"] - 1, s["decode_s"]) for s in decoding)
+        "decode_tok_s": ratio_of_sums((decode_steps(s), s["decode_s"]) for s in decoding)
         if decoding
         else None,
         "ttft_s": _reduce(median, [sample.get("ttft_s") for sample in samples]),

@@ -169,7 +169,8 @@ class Workshop:
         built = build(loaded.model, settings, plan.files.name)
         name = "dense" if dense else config.selector["name"]
         warm_up_tokens = self.warmup_tokens
-        with measured(loaded, built) as bench, self.progress.prompts(name, len(missing)) as tick:
+        bound = measured(loaded, built, whole_steps=settings.cuda_graph == "step")
+        with bound as bench, self.progress.prompts(name, len(missing)) as tick:
             bench.warm_up(warm_up_tokens)
             made: dict[Cell, Any] = {}
             for task, length, index in missing:
@@ -204,7 +205,7 @@ class Workshop:
         config = self.plan.config
         if not self.plan.device.is_cuda:
             return 2 * config.block_size
-        return max(config.length) - 2
+        return max(config.length) - 3
 
     def identity(self, run_id: str, *, dense: bool) -> dict[str, Any]:
         """The identity columns of a run's rows."""

@@ -14,7 +14,10 @@ from xsparse import selectors
 # No sequence is longer; a number beyond it is a slip, and would only fail later and less clearly.
 MOST_TOKENS = 1 << 24
 RULES = ("any", "vote", "mean_score")
-DIGESTS = ("none", "streamed", "resident_k", "strided_k", "minmax")
+DIGESTS = ("none", "streamed", "resident_k", "quantised_k", "strided_k", "minmax", "block_mean")
+FORMATS = ("int8", "int4", "fp8")
+DECODE_SELECTORS = ("full", "minmax", "block_mean")
+GRAPHS = ("none", "pair", "step")
 BACKENDS = ("auto", "torch", "triton", "flex", "fa4", "naive")
 # What the exact-mass diagnostic can read.
 MASS_RECALL = ("resident_k", "streamed")
@@ -78,12 +81,15 @@ class Settings:
     transfer: str = "ring"
     ring_slots: int = 4
     digest: str | None = None
+    digest_format: str = "int8"
     reduce_heads: str = "any"
     reduce_queries: str = "any"
     reduce_sub_blocks: str = "any"
     attend: str = "mask"
     decode_selector: str = "full"
     decode_budget_tokens: int = 2048
+    decode_cache_gb: float = 0.0
+    cuda_graph: str = "none"
     ops_backend: str = "auto"
     mass_recall: bool = False
 
@@ -107,16 +113,18 @@ class Settings:
         one_of("attend", self.attend, ("mask", "set"))
         one_of("transfer", self.transfer, ("ring", "gather"))
         one_of("engine", self.engine, ("resident", "offload"))
-        one_of("decode_selector", self.decode_selector, ("full", "minmax"))
+        one_of("decode_selector", self.decode_selector, DECODE_SELECTORS)
+        one_of("digest_format", self.digest_format, FORMATS)
         one_of("ops_backend", self.ops_backend, BACKENDS)
         if self.host_memory_gb is not None and not 0 < self.host_memory_gb < math.inf:
             refuse("engine.host_memory_gb", self.host_memory_gb, "> 0, or null for what is free")
-        if self.decode_selector == "minmax" and self.decode_budget_tokens < 3 * self.block_size:
+        if self.decodes_sparsely and self.decode_budget_tokens < 3 * self.block_size:
             refuse(
                 "decode_budget_tokens",
                 self.decode_budget_tokens,
                 f">= {3 * self.block_size} (three blocks are always kept)",
             )
+        self._check_decode()
         if self.digest is not None:
             one_of("digest", self.digest, DIGESTS)
             if self.engine == "resident":
@@ -126,11 +134,30 @@ class Settings:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         rules = (self.reduce_heads, self.reduce_queries, self.reduce_sub_blocks)
-        if "mean_score" in rules and not method.has_scores:
+        if "mean_score" in rules and not isinstance(method, selectors.MassSelector):
             raise ConfigError(
-                f"mean_score: selector={self.selector} has no scores; allowed is any | vote"
+                f"mean_score: selector={self.selector} has no scores with a threshold; "
+                "allowed is any | vote"
             )
         self.digest = self._digest(method)
+
+    @property
+    def decodes_sparsely(self) -> bool:
+        return self.decode_selector != "full"
+
+    def _check_decode(self) -> None:
+        offload = self.engine == "offload"
+        if not 0 <= self.decode_cache_gb < math.inf:
+            refuse("decode_cache_gb", self.decode_cache_gb, ">= 0")
+        if self.decode_cache_gb and not (offload and self.decodes_sparsely):
+            allowed = "0 unless engine=offload and decode_selector is minmax | block_mean"
+            refuse("decode_cache_gb", self.decode_cache_gb, allowed)
+        one_of("cuda_graph", self.cuda_graph, GRAPHS)
+        if self.cuda_graph == "step" and offload and not self.decodes_sparsely:
+            allowed = "none | pair where everything is read over the link (decode_selector=full)"
+            refuse("cuda_graph", self.cuda_graph, allowed)
+        if self.cuda_graph == "pair" and not offload:
+            refuse("cuda_graph", self.cuda_graph, "none | step with engine=resident")
 
     def method(self, threshold: Any = None) -> selectors.Selector:
         """The prefill selector; `threshold` replaces its own, as checked against a model."""
@@ -150,8 +177,6 @@ class Settings:
         if self.engine == "resident":
             return None
         accepts = {f"selector={method.name}": method.digests}
-        if self.decode_selector == "minmax":
-            accepts["decode_selector=minmax"] = selectors.MinMaxDecode.digests
         if self.mass_recall:
             accepts["mass_recall=true"] = MASS_RECALL
         usable = [d for d in method.digests if all(d in allowed for allowed in accepts.values())]
@@ -168,14 +193,16 @@ class Settings:
     def dense(self) -> "Settings":
         """The baseline: everything read, K of history in the same place, so that a ratio of times
         is due to the selection and not to where K lies."""
-        digest = None
-        if self.engine == "offload":
+        digest, offload = None, self.engine == "offload"
+        if offload:
             digest = "resident_k" if self.digest == "resident_k" else "none"
         return replace(
             self,
             selector="full",
             selector_options={},
             decode_selector="full",
+            decode_cache_gb=0.0,
+            cuda_graph="none" if offload and self.cuda_graph == "step" else self.cuda_graph,
             digest=digest,
             transfer="ring",
             mass_recall=False,
@@ -186,13 +213,15 @@ class Settings:
     def concerns(self) -> dict[str, Any]:
         """The settings that can change a number of this combination; the others are left out."""
         offload = self.engine == "offload"
-        keys = ["selector", "engine", "chunk_size", "decode_selector", "ops_backend"]
+        keys = ["selector", "engine", "chunk_size", "decode_selector", "cuda_graph", "ops_backend"]
         if offload:
             keys += ["block_size", "block_size_ratio", "digest", "transfer"]
             if self.transfer == "ring" or self.is_dense or self.digest == "streamed":
                 keys += ["ring_slots"]
         if self.digest == "strided_k":
             keys += ["stride"]
+        if self.digest == "quantised_k":
+            keys += ["digest_format"]
         if not self.is_dense:
             own = selectors.parameters(self.selector)
             keys += [key for key in ("threshold", "stride", "seed") if key in own]
@@ -200,8 +229,9 @@ class Settings:
             keys += ["reduce_heads", "reduce_queries", "mass_recall"]
             if self.transfer == "ring":
                 keys += ["reduce_sub_blocks"]
-        if self.decode_selector == "minmax":
-            keys += ["decode_budget_tokens"]
+        if self.decodes_sparsely:
+            keys += ["block_size", "decode_budget_tokens"]
+            keys += ["decode_cache_gb"] if offload else []
         return {key: getattr(self, key) for key in dict.fromkeys(keys)}
 
 

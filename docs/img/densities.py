@@ -54,7 +54,7 @@ def measured(transfer: str, attend: str = "mask", digest: str = "resident_k") ->
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    engine = OffloadEngine(shape, transfer=transfer, digest=digest, gather=backend.gather_tiles)
+    engine = OffloadEngine(shape, transfer=transfer, digest=digest, ops=backend)
     rules = Rules(attend=attend, transfer=transfer)
     session = Session(engine, Drawn(), backend, rules=rules)
     generator = torch.Generator().manual_seed(0)

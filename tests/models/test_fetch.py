@@ -114,7 +114,7 @@ def test_max_length_of_node_and_config(folder):
     [
         ({"source": "ftp"}, "'ftp': allowed are wheel, hub, path, random"),
         ({"id": None}, "model.id=None"),
-        ({"adapter": "lora"}, "model.adapter='lora'"),
+        ({"adapter": "lora"}, "model.adapter=lora: no such file"),
         ({"config": {"a": 1}}, "model.config is for source=random only"),
         ({"max_length": 0}, "model.max_length=0"),
         ({"source": "random"}, "model.config"),

@@ -18,7 +18,15 @@ def declares(name: str) -> None:
     assert dataclasses.is_dataclass(selector)
     assert selector.name == name
     assert selector.digests
-    assert set(selector.digests) <= {"none", "streamed", "resident_k", "strided_k", "minmax"}
+    assert set(selector.digests) <= {
+        "none",
+        "streamed",
+        "resident_k",
+        "strided_k",
+        "minmax",
+        "block_mean",
+        "quantised_k",
+    }
     assert {f.name for f in dataclasses.fields(selector)} >= set(selector.keep_all)
     assert selector.dense or selector.keep_all
 

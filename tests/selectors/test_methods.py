@@ -9,7 +9,8 @@ import torch
 from tests.ops import oracle
 from tests.ops.cases import Case, make
 from tests.selectors.views import causal, select, site
-from xsparse.selectors import MinMaxDecode, TensorKeys, build, get, names, register
+from xsparse.ops import bounds
+from xsparse.selectors import TensorKeys, build, get, names, register
 
 CASES = [Case(700), Case(1001, 233), Case(650, 394, content="structured"), Case(700, 37)]
 
@@ -63,6 +64,19 @@ def minmax_scores(case, q, k):
     return torch.stack([p[:, row == a].mean(1) for a in row.unique()], 1)
 
 
+def block_mean_scores(case, q, k):
+    group = len(q) // len(k)
+    logits = torch.empty(len(q), case.queries, case.k_blocks, dtype=torch.float64)
+    for h in range(len(q)):
+        for b in range(case.k_blocks):
+            every = q[h] @ k[h // group, b * 128 : (b + 1) * 128].double().T
+            logits[h, :, b] = every.mean(-1) * case.scaling
+    row = torch.arange(case.q_start, case.length) // 128
+    hidden = torch.arange(case.k_blocks) > row[:, None]
+    p = torch.softmax(logits.masked_fill(hidden, -torch.inf), -1)
+    return torch.stack([p[:, row == a].mean(1) for a in row.unique()], 1)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(
     ("name", "formula"), [("strided_k", strided_k_scores), ("minmax", minmax_scores)]
@@ -74,13 +88,32 @@ def test_digest(name, formula, case):
     assert torch.equal(selection.mask, kept_by(selection.scores, 0.8, case))
 
 
-def test_minmax_strips_do_not_show(monkeypatch):
-    from xsparse.selectors import minmax
-
+@pytest.mark.parametrize("name", ["minmax", "block_mean"])
+def test_strips_do_not_show(name, monkeypatch):
     case = Case(700, 650)
-    whole = select(build("minmax"), case).scores
-    monkeypatch.setattr(minmax, "STRIP_NUMBERS", 1)
-    torch.testing.assert_close(select(build("minmax"), case).scores, whole)
+    whole = select(build(name), case).scores
+    monkeypatch.setattr(bounds, "STRIP_NUMBERS", 1)
+    torch.testing.assert_close(select(build(name), case).scores, whole)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.18, 1.0])
+@pytest.mark.parametrize(("sink", "window"), [(2, 4), (1, 1), (3, 2)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_block_mean(case, alpha, sink, window):
+    q, k, _ = make(case, dtype=torch.float64)
+    selector = build("block_mean", alpha=alpha, sink_blocks=sink, window_blocks=window)
+    selection = select(selector, case)
+    scores = block_mean_scores(case, q, k)
+    torch.testing.assert_close(selection.scores.double(), scores, atol=3e-6, rtol=0)
+    for head, rows in enumerate(selection.scores.tolist()):
+        for row, shares in enumerate(rows):
+            diagonal = case.q_start // 128 + row
+            need = alpha * max(shares)
+            want = [
+                b <= diagonal and (b < sink or diagonal - b < window or share >= need - 1e-9)
+                for b, share in enumerate(shares)
+            ]
+            assert selection.mask[head, row].tolist() == want
 
 
 def test_strided_k_without_a_sampled_query_keeps_everything():
@@ -149,46 +182,6 @@ def test_random_shared_draws_unite_to_themselves():
     assert union.float().mean() < 0.45
 
 
-# minmax decode
-
-
-@pytest.mark.parametrize("budget_blocks", [3, 5, 40])
-def test_decode_keeps_its_budget(budget_blocks):
-    case = Case(128 * 17 + 5, 1, q_heads=6, kv_heads=2)
-    q, k, _ = make(case)
-    keep = MinMaxDecode(budget_tokens=128 * budget_blocks + 100).keep(q, TensorKeys(k), site(case))
-    blocks = 18
-    assert keep.shape == (2, blocks)
-    assert (keep.sum(-1) == min(budget_blocks, blocks)).all()
-    assert keep[:, [0, -2, -1]].all()
-    free = budget_blocks - 3
-    if 0 < free < blocks - 3:
-        for g in range(2):
-            best = torch.full((blocks,), -torch.inf, dtype=torch.float64)
-            for b in range(1, blocks - 2):
-                block = k[g, b * 128 : (b + 1) * 128].double()
-                for h in range(3 * g, 3 * g + 3):
-                    x = q[h, 0].double()
-                    bound = torch.maximum(x * block.amin(0), x * block.amax(0)).sum()
-                    best[b] = max(best[b], bound)
-            want = set(best.topk(free).indices.tolist()) | {0, blocks - 2, blocks - 1}
-            assert set(keep[g].nonzero().flatten().tolist()) == want
-
-
-@pytest.mark.parametrize("length", [1, 2, 129, 300])
-def test_decode_of_a_short_sequence_keeps_all(length):
-    case = Case(length, 1)
-    q, k, _ = make(case)
-    assert MinMaxDecode(budget_tokens=384).keep(q, TensorKeys(k), site(case)).all()
-
-
-def test_decode_budget_has_a_least_value():
-    case = Case(300, 1)
-    q, k, _ = make(case)
-    with pytest.raises(ValueError, match=r"decode_budget_tokens=383: allowed is >= 384"):
-        MinMaxDecode(budget_tokens=383).keep(q, TensorKeys(k), site(case))
-
-
 # registry and parameters
 
 
@@ -216,6 +209,10 @@ def test_build_ignores_what_belongs_to_all_methods():
     [
         ("random", {"density": 0}, r"density=0: allowed is a number in \(0, 1\]"),
         ("random", {"density": float("nan")}, "density=nan: allowed"),
+        ("block_mean", {"alpha": 1.5}, r"alpha=1.5: allowed is a number in \[0, 1\]"),
+        ("block_mean", {"alpha": float("nan")}, "alpha=nan: allowed"),
+        ("block_mean", {"sink_blocks": 0}, "sink_blocks=0: allowed is an integer >= 1"),
+        ("block_mean", {"window_blocks": 1.5}, "window_blocks=1.5: allowed"),
         ("xattention", {"stride": 0}, "stride=0: allowed is an integer >= 1"),
         ("strided_k", {"stride": 2.5}, "stride=2.5: allowed"),
         *[
@@ -245,4 +242,5 @@ def test_configuration_does_not_import_torch():
 
 
 def test_names():
-    assert {"full", "xattention", "strided_k", "minmax", "random", "oracle_topp"} <= set(names())
+    own = {"full", "xattention", "strided_k", "minmax", "block_mean", "random", "oracle_topp"}
+    assert own <= set(names())

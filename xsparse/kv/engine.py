@@ -2,7 +2,8 @@
 
 An engine keeps K and V of one sequence. `append` takes a chunk, `keys` shows K to a selector,
 `windows` and `dense_parts` hand out what attention reads, piece by piece; the pieces of one call
-are disjoint and their union is what was asked for. An engine never knows which method selected.
+are disjoint and their union is what was asked for. `token_places`, `geometry` and `step_tiles`
+serve decode steps whose position lives on the device. An engine never knows which method selected.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from xsparse.kv.digests import DIGESTS, BlockStats
 from xsparse.kv.shape import CacheShape
+from xsparse.ops.decode import Chosen, RowPlace, TileGeometry
 from xsparse.ops.tiles import KVTiles
 from xsparse.selectors.base import KeyView
 
@@ -21,33 +24,42 @@ from xsparse.selectors.base import KeyView
 class Window:
     """K and V of some blocks, ready to be read.
 
-    tiles: columns of the window
-    span:  the columns as a contiguous range of blocks, or None where KV heads differ
+    tiles:   the columns, for the KV heads of this window
+    heads:   these KV heads, as a range
+    columns: the blocks that are the columns, a range or int [columns]; None: column i is block i of
+             the sequence, with -1 in `tiles.blocks` where it is not in this window
+    only:    nothing else is read for these heads, so there is nothing to merge with
     """
 
     tiles: KVTiles
-    span: slice | None
+    heads: range
+    columns: slice | Tensor | None = None
+    only: bool = False
 
-    def mask(self, executed: Tensor) -> Tensor:
-        """The window's columns of a mask.
+    def rows(self, group: int) -> slice:
+        """The query heads, `group` for each KV head."""
+        return slice(self.heads.start * group, self.heads.stop * group)
 
-        executed: bool [q_heads, q_blocks, k_blocks] -> bool [q_heads, q_blocks, columns]
+    def mask(self, executed: Tensor, group: int) -> Tensor:
+        """The window's part of a mask.
+
+        executed: bool [q_heads, q_blocks, k_blocks] -> bool [window's heads, q_blocks, columns]
         """
-        if self.span is not None:
-            return executed[:, :, self.span]
-        q_heads, q_blocks, _ = executed.shape
-        blocks = self.tiles.blocks.long()
-        blocks = blocks.repeat_interleave(q_heads // blocks.shape[0], 0)[:, None, :]
-        kept = executed.gather(2, blocks.clamp(min=0).expand(-1, q_blocks, -1))
-        return kept & (blocks >= 0)
+        rows = executed[self.rows(group)]
+        if isinstance(self.columns, slice):
+            return rows[:, :, self.columns]
+        if self.columns is not None:
+            return rows.index_select(2, self.columns)
+        return rows & (self.tiles.blocks >= 0).repeat_interleave(group, 0)[:, None]
 
 
 @dataclass
 class Traffic:
-    """Bytes that crossed between host and device; counted as if moved where both are one."""
+    """Bytes that crossed between host and device, as if moved where both are one. A tensor where
+    only the device knows."""
 
-    h2d: int = 0
-    d2h: int = 0
+    h2d: int | Tensor = 0
+    d2h: int | Tensor = 0
 
 
 @dataclass
@@ -59,14 +71,28 @@ class Memory:
     digest: int = 0
 
 
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def block_stats(kind: str, shape: CacheShape) -> BlockStats:
+    """kind: "minmax" or "block_mean"."""
+    stats = DIGESTS[kind](shape, 1)
+    assert isinstance(stats, BlockStats)
+    return stats
+
+
 class Engine(ABC):
-    """K and V of one sequence."""
+    """K and V of one sequence.
+
+    stats: statistics of K per block, where decode or a selector judges blocks by them
+    """
 
     name: str
-    one_part: bool  # windows and dense_parts always hand out a single part
 
-    def __init__(self, shape: CacheShape):
+    def __init__(self, shape: CacheShape, stats: BlockStats | None = None):
         self.shape = shape
+        self.stats = stats
         self.lengths = [0] * shape.layers
         self.traffic = Traffic()
         self.capacity = 0
@@ -85,7 +111,7 @@ class Engine(ABC):
         Raises MemoryError naming GB needed and available.
         """
 
-    def _make_room(self, end: int) -> None:
+    def make_room(self, end: int) -> None:
         """Before appending up to `end`: where nobody reserved, capacity doubles."""
         if end > self.capacity:
             self.reserve(max(end, 2 * self.capacity))
@@ -100,7 +126,7 @@ class Engine(ABC):
 
     @abstractmethod
     def windows(self, layer: int, tiles: Tensor, pages: Tensor | None) -> Iterator[Window]:
-        """Everything of `tiles` in windows, the current chunk's own blocks last.
+        """Everything of `tiles` and the chunk's own blocks.
 
         tiles: bool [kv_heads or 1, k_blocks]; pages: bool [pages] where whole pages move
         """
@@ -108,6 +134,30 @@ class Engine(ABC):
     @abstractmethod
     def dense_parts(self, layer: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """K, V [kv_heads, n, head_dim] in order, and whether causality cuts the part."""
+
+    # Decode steps. Nothing below reads the length: a captured graph replays it for later tokens.
+
+    @abstractmethod
+    def token_places(self, layer: int) -> tuple[list[RowPlace], list[RowPlace]]:
+        """Where K and where V of one more token are written."""
+
+    @property
+    def token_bytes_to_host(self) -> int:
+        """Bytes one token of one layer sends to the host."""
+        return 0
+
+    def advance(self, layer: int, tokens: int = 1) -> None:
+        """Say that tokens have been put at `token_places`."""
+        self.lengths[layer] += tokens
+        self.traffic.d2h += tokens * self.token_bytes_to_host
+
+    @abstractmethod
+    def geometry(self, budget: int) -> TileGeometry:
+        """How `choose_tiles` numbers this engine's tiles when it picks up to `budget` blocks."""
+
+    @abstractmethod
+    def step_tiles(self, layer: int, chosen: Chosen) -> KVTiles:
+        """K and V of the chosen blocks, fetched if need be."""
 
     @abstractmethod
     def memory(self) -> Memory: ...

@@ -1,16 +1,27 @@
-"""The paged store in host memory.
+"""Host memory of the paged store: pinned beside a CUDA device, and kept for the next store.
 
-Layout `[layer][page][K|V][kv_head][sub_block][block_size][head_dim]`: one page of one layer is
-contiguous, so are its K half and its V half, and so is every tile. One layout serves whole-page
-copies and tile gathers.
+Layout `[layer][page][K|V][kv_head][sub_block][block_size][head_dim]`, without the K half where K
+stays on the device: one page of one layer is contiguous, so are its halves, and so is every tile.
+
+Pinning is slow (seconds for tens of GB), so memory is taken in the size that is needed, touched by
+all cores, pinned in one piece, and the last piece given back is used again if it is large enough.
 """
 
+import logging
+import mmap
+import time
+import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from xsparse.kv.shape import CacheShape
+
+logger = logging.getLogger(__name__)
+
+STEP_BYTES = 1 << 30  # touched at once, between two lines of progress
+ANNOUNCED_BYTES = 4 << 30  # less is pinned before anybody wonders
 
 
 def available_bytes() -> int:
@@ -27,18 +38,86 @@ def available_bytes() -> int:
     return available if limit == "max" else min(available, int(limit) - used)
 
 
-def allocate(shape: CacheShape, pages: int, limit_bytes: int | None = None) -> Tensor:
-    """[layers, pages, 2, kv_heads, ratio, block_size, head_dim]; pinned beside a CUDA device.
+class HostMemory:
+    """Bytes of host memory, pinned if asked for. Unpinned when nothing refers to it any more."""
+
+    def __init__(self, nbytes: int, pinned: bool):
+        begin_s = time.perf_counter()
+        self.pinned = pinned
+        # Whole pages of an own mapping: pinning must not touch what others use.
+        mapping = mmap.mmap(-1, max(nbytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        if not pinned:
+            return
+        for begin in range(0, nbytes, STEP_BYTES):
+            self.bytes[begin : begin + STEP_BYTES].zero_()
+            if nbytes >= ANNOUNCED_BYTES:
+                done = min(begin + STEP_BYTES, nbytes)
+                logger.info("host memory: %.0f of %.0f GB touched", done / 1e9, nbytes / 1e9)
+        address = self.bytes.data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, len(self.bytes), 0)
+        if int(error):
+            raise MemoryError(f"{nbytes / 1e9:.1f} GB of host memory cannot be pinned: {error}")
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
+        if nbytes >= ANNOUNCED_BYTES:
+            seconds = time.perf_counter() - begin_s
+            logger.info("host memory: %.1f GB pinned in %.1f s", nbytes / 1e9, seconds)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.bytes)
+
+
+class HostPool:
+    """The last piece of pinned memory given back, for whoever comes next."""
+
+    def __init__(self):
+        self.kept: HostMemory | None = None
+
+    def take(self, nbytes: int, pinned: bool) -> HostMemory:
+        kept, self.kept = self.kept, None
+        if kept is not None and kept.pinned == pinned and nbytes <= kept.nbytes <= 2 * nbytes:
+            return kept
+        del kept  # gone before more is taken
+        return HostMemory(nbytes, pinned)
+
+    def give(self, memory: HostMemory) -> None:
+        if memory.pinned and (self.kept is None or self.kept.nbytes < memory.nbytes):
+            self.kept = memory
+
+
+POOL = HostPool()
+
+
+class HostStore:
+    """data: [layers, pages, halves, kv_heads, ratio, block_size, head_dim]; its content is
+    undefined until written. halves: 2 for K and V, 1 for V alone.
 
     Raises MemoryError with the GB needed and available before anything is touched.
     """
-    s = shape
-    need = s.layers * pages * s.page_size * s.token_bytes
-    have = available_bytes() if limit_bytes is None else limit_bytes
-    if need > have:
-        raise MemoryError(
-            f"engine=offload needs {need / 1e9:.1f} GB of host memory for {pages * s.page_size} "
-            f"tokens, {have / 1e9:.1f} GB are available"
-        )
-    size = (s.layers, pages, 2, s.kv_heads, s.block_size_ratio, s.block_size, s.head_dim)
-    return torch.zeros(size, dtype=s.dtype, pin_memory=s.device.type == "cuda")
+
+    def __init__(self, shape: CacheShape, halves: int, pages: int, limit_bytes: int | None = None):
+        s = shape
+        size = (s.layers, pages, halves, s.kv_heads, s.block_size_ratio, s.block_size, s.head_dim)
+        need = s.layers * pages * s.page_bytes(halves)
+        have = available_bytes() if limit_bytes is None else limit_bytes
+        if limit_bytes is None and POOL.kept is not None:
+            have += POOL.kept.nbytes
+        if need > have:
+            raise MemoryError(
+                f"engine=offload needs {need / 1e9:.1f} GB of host memory for "
+                f"{pages * s.page_size} tokens, {have / 1e9:.1f} GB are available"
+            )
+        self.memory = POOL.take(need, s.device.type == "cuda")
+        self.data: Tensor = self.memory.bytes[:need].view(s.dtype).view(size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def close(self) -> None:
+        """Give the memory back; no copy may be under way."""
+        POOL.give(self.memory)
+        del self.memory, self.data

@@ -5,21 +5,23 @@ A layer lies as `[K|V][kv_head][block][block_size][head_dim]`, which is at once 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from xsparse.kv.engine import Engine, Memory, Window
+from xsparse.kv.digests import BlockMean, BlockStats, MinMax
+from xsparse.kv.engine import Engine, Memory, Window, block_stats, bytes_of
+from xsparse.ops.decode import Chosen, RowPlace, TileGeometry
 from xsparse.ops.tiles import KVTiles
 from xsparse.selectors.base import TensorKeys
 
 
 class ResidentEngine(Engine):
     name = "resident"
-    one_part = True
 
-    def __init__(self, shape):
-        super().__init__(shape)
+    def __init__(self, shape, stats: str | None = None):
+        super().__init__(shape, block_stats(stats, shape) if stats else None)
         self.cache: list[Tensor] = []
         self._index: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -30,6 +32,8 @@ class ResidentEngine(Engine):
         capacity = self.shape.blocks(tokens) * self.shape.block_size
         try:
             self._grow(capacity)
+            if self.stats is not None:
+                self.stats.reserve(capacity)
         except BaseException:
             self.close()  # some layers are gone: without this the next sequence would miss them
             raise
@@ -51,27 +55,61 @@ class ResidentEngine(Engine):
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         start = self.lengths[layer]
         end = start + k.shape[1]
-        self._make_room(end)
+        self.make_room(end)
         self.cache[layer][0, :, start:end] = k
         self.cache[layer][1, :, start:end] = v
         self.lengths[layer] = end
+        if self.stats is not None:
+            first = start // self.shape.block_size * self.shape.block_size
+            self.stats.store(layer, first, self.cache[layer][0, :, first:end])
 
-    def keys(self, layer: int) -> TensorKeys:
-        return TensorKeys(self.cache[layer][0, :, : self.lengths[layer]])
+    def keys(self, layer: int) -> "ResidentKeys":
+        k = self.cache[layer][0, :, : self.lengths[layer]]
+        return ResidentKeys(k, self.stats, layer)
 
     def windows(self, layer: int, tiles: Tensor, pages: Tensor | None) -> Iterator[Window]:
         s = self.shape
         blocks = s.blocks(self.lengths[layer])
         pool = self.cache[layer].view(-1, s.block_size, s.head_dim)
         k_index, v_index, numbers = self._indices(blocks)
-        yield Window(KVTiles(pool, pool, k_index, v_index, numbers), slice(0, blocks))
+        tiles = KVTiles(pool, pool, k_index, v_index, numbers)
+        yield Window(tiles, range(s.kv_heads), None, only=True)
 
     def dense_parts(self, layer: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         n = self.lengths[layer]
         yield self.cache[layer][0, :, :n], self.cache[layer][1, :, :n], True
 
+    def token_places(self, layer: int) -> tuple[list[RowPlace], list[RowPlace]]:
+        s, tokens = self.shape, self.capacity
+        rows = self.cache[layer].view(-1, s.head_dim)
+        return tuple(
+            [RowPlace(rows, span=tokens, piece=0, head=tokens, first=half * s.kv_heads * tokens)]
+            for half in range(2)
+        )
+
+    def geometry(self, budget: int) -> TileGeometry:
+        """As if V alone were elsewhere: where K lies says where V lies."""
+        s = self.shape
+        blocks = self.capacity // s.block_size
+        return TileGeometry(
+            block_size=s.block_size, ratio=1, halves=1, slots=budget, resident_blocks=blocks
+        )
+
+    def all_tiles(self, layer: int) -> KVTiles:
+        """Every block there is room for, as columns in order."""
+        s = self.shape
+        pool = self.cache[layer].view(-1, s.block_size, s.head_dim)
+        return KVTiles(pool, pool, *self._indices(self.capacity // s.block_size))
+
+    def step_tiles(self, layer: int, chosen: Chosen) -> KVTiles:
+        s = self.shape
+        pool = self.cache[layer].view(-1, s.block_size, s.head_dim)
+        v_index = chosen.k_index + s.kv_heads * (self.capacity // s.block_size)
+        return KVTiles(pool, pool, chosen.k_index, v_index, chosen.blocks)
+
     def memory(self) -> Memory:
-        return Memory(device={"kv": sum(t.numel() * t.element_size() for t in self.cache)})
+        digest = self.stats.nbytes if self.stats is not None else 0
+        return Memory(device={"kv": bytes_of(*self.cache)}, digest=digest)
 
     def reset(self) -> None:
         super().reset()
@@ -79,10 +117,14 @@ class ResidentEngine(Engine):
         # they are masked, but a NaN there would still spread through 0 * NaN.
         for t in self.cache:
             t.zero_()
+        if self.stats is not None:
+            self.stats.reset()
 
     def close(self) -> None:
         self.cache, self.capacity = [], 0
         self._index.clear()
+        if self.stats is not None:
+            self.stats.layers = []
 
     def _indices(self, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
         if blocks not in self._index:
@@ -96,3 +138,21 @@ class ResidentEngine(Engine):
             v_index = k_index + s.kv_heads * per_head
             self._index[blocks] = (k_index, v_index, numbers.expand(s.kv_heads, -1).contiguous())
         return self._index[blocks]
+
+
+@dataclass(frozen=True)
+class ResidentKeys(TensorKeys):
+    """K of a layer, with the statistics of blocks that the engine keeps anyway."""
+
+    stats: BlockStats | None = None
+    layer: int = 0
+
+    def minmax(self, block_size: int) -> tuple[Tensor, Tensor]:
+        if isinstance(self.stats, MinMax):
+            return self.stats.bounds(self.layer, self.length)
+        return super().minmax(block_size)
+
+    def mean(self, block_size: int) -> Tensor:
+        if isinstance(self.stats, BlockMean):
+            return self.stats.means(self.layer, self.length)
+        return super().mean(block_size)

@@ -35,6 +35,10 @@ class CacheShape:
         """Bytes of K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
+    def page_bytes(self, halves: int) -> int:
+        """Bytes of a page of one layer: K and V, or one of them."""
+        return halves * self.kv_heads * self.block_size_ratio * self.tile_bytes
+
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 

@@ -26,6 +26,18 @@ class CopyLane:
         return self.stream.record_event() if self.stream else None
 
 
+class Buffer:
+    """Device memory that a lane fills and the compute stream reads, in turns.
+
+    data: any tensor; `loaded` is behind the last fill, `used` behind the last reader
+    """
+
+    def __init__(self, data: torch.Tensor):
+        self.data = data
+        self.loaded: Mark = None
+        self.used: Mark = None
+
+
 def compute_mark(device: torch.device) -> Mark:
     """A mark behind everything issued so far on the compute stream."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from xsparse.config import ModelConfig
-from xsparse.models import ModelError, fetch, shape
+from xsparse.models import ModelError, adapter, fetch, shape
 from xsparse.models.hub import local_snapshot
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -72,6 +72,12 @@ def show(node: ModelConfig) -> None:
     else:
         files = fetch(node)
         rows["folder"] = files.folder
+        if files.adapter:
+            described = adapter.read(files.adapter)
+            rows["adapter"] = files.adapter
+            rows["adapter rank"] = f"{described.rank} on {len(described.targets)} weights"
+            rows["adapter recipe"] = described.recipe
+            rows["base_sha256"] = files.base_sha256
         rows["weights_sha256"] = files.weights_sha256
         rows["tokenizer_hash"] = files.tokenizer_hash
     rows |= {

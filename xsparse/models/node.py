@@ -32,9 +32,11 @@ class ModelNode(Protocol):
 def check_node(node: ModelNode) -> None:
     if node.source not in SOURCES:
         raise ModelError(f"model.source={node.source!r}: allowed are {', '.join(SOURCES)}")
-    if node.adapter is not None:
-        raise ModelError(f"model.adapter={node.adapter!r}: adapters are not supported, use null")
     if node.source == "random":
+        if node.adapter is not None:
+            raise ModelError(
+                f"model.adapter={node.adapter}: random weights take no adapter, use null"
+            )
         if not node.config:
             raise ModelError("model.config={}: a random model needs the fields of its config")
     else:

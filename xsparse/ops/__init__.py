@@ -1,8 +1,8 @@
 """Operators: pure functions on tensors, the same signatures in every backend.
 
-A backend is a module `<name>_backend` with the functions of docs/design.md, its `name`, and, where
-it does not run everywhere, `why_not(device) -> str | None`: the reason, from what the device can
-do, never from what it is called.
+A backend is a module `<name>_backend` with the functions that `OPERATORS` names (docs/design.md),
+its `name`, and, where it does not run everywhere, `why_not(device) -> str | None`: the reason, from
+what the device can do, never from what it is called.
 """
 
 import importlib
@@ -12,6 +12,25 @@ from types import ModuleType
 import torch
 
 BACKENDS = ("triton", "flex", "fa4", "torch", "naive")
+OPERATORS = (
+    "antidiagonal_scores",
+    "antidiagonal_stats",
+    "antidiagonal_block_sums",
+    "merge_stats",
+    "select_blocks",
+    "block_lists",
+    "attention_mass",
+    "block_sparse_attention",
+    "tiles_of_empty_row",
+    "dense_attention",
+    "dense_kernel",
+    "merge_states",
+    "gather_tiles",
+    "put_token",
+    "fold_token",
+    "step_scores",
+    "choose_tiles",
+)
 
 
 def get(backend: str = "auto", device: str | torch.device = "cpu") -> ModuleType:

@@ -5,6 +5,7 @@ Only prefill attention is FlashAttention's, and only over K and V that are whole
 Needs the extra `fa4`.
 """
 # pyright: reportMissingImports=false
+# ruff: noqa: F401 (a backend offers what it imports: xsparse.ops.OPERATORS)
 
 import functools
 from collections.abc import Callable
@@ -23,13 +24,17 @@ from xsparse.ops.triton_backend import (
     antidiagonal_stats,
     attention_mass,
     block_lists,
+    choose_tiles,
     dense_attention,
     dense_kernel,
+    fold_token,
     gather_tiles,
     merge_states,
     merge_stats,
+    put_token,
     select_block_lists,
     select_blocks,
+    step_scores,
 )
 
 name = "fa4"
@@ -121,23 +126,3 @@ def _causal() -> Callable:
         return u <= t + behind
 
     return causal
-
-
-__all__ = [
-    "antidiagonal_block_sums",
-    "antidiagonal_scores",
-    "antidiagonal_stats",
-    "attention_mass",
-    "block_lists",
-    "block_sparse_attention",
-    "dense_attention",
-    "dense_kernel",
-    "gather_tiles",
-    "merge_states",
-    "merge_stats",
-    "name",
-    "select_block_lists",
-    "select_blocks",
-    "why_not",
-    "tiles_of_empty_row",
-]

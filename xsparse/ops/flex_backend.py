@@ -3,6 +3,7 @@
 Only prefill attention is FlexAttention's, and only over K and V that are whole and in order
 (engine=resident); estimation, selection, one-token attention and the rest are the Triton backend's.
 """
+# ruff: noqa: F401 (a backend offers what it imports: xsparse.ops.OPERATORS)
 
 import functools
 from collections.abc import Callable
@@ -21,13 +22,17 @@ from xsparse.ops.triton_backend import (
     antidiagonal_stats,
     attention_mass,
     block_lists,
+    choose_tiles,
     dense_attention,
     dense_kernel,
+    fold_token,
     gather_tiles,
     merge_states,
     merge_stats,
+    put_token,
     select_block_lists,
     select_blocks,
+    step_scores,
 )
 
 name = "flex"
@@ -103,23 +108,3 @@ def _causal(batch, head, t, u):
 @functools.cache
 def compiled(*, dynamic: bool) -> Callable:
     return torch.compile(flex_attention, dynamic=dynamic)
-
-
-__all__ = [
-    "antidiagonal_block_sums",
-    "antidiagonal_scores",
-    "antidiagonal_stats",
-    "attention_mass",
-    "block_lists",
-    "block_sparse_attention",
-    "dense_attention",
-    "dense_kernel",
-    "gather_tiles",
-    "merge_states",
-    "merge_stats",
-    "name",
-    "select_block_lists",
-    "select_blocks",
-    "why_not",
-    "tiles_of_empty_row",
-]

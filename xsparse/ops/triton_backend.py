@@ -3,7 +3,9 @@
 Runs on NVIDIA GPUs with tensor cores for bf16 and enough shared memory for one step of the
 attention kernel, and on the CPU inside Triton's interpreter (TRITON_INTERPRET=1) for tests.
 """
+# ruff: noqa: F401 (a backend offers what it imports: xsparse.ops.OPERATORS)
 
+import functools
 import os
 
 import torch
@@ -15,16 +17,18 @@ from xsparse.ops.antidiagonal.kernel import (
     antidiagonal_stats,
     merge_stats,
 )
-from xsparse.ops.attention import hopper
-from xsparse.ops.attention.dense import dense_attention, dense_kernel
+from xsparse.ops.attention import dense, hopper
+from xsparse.ops.attention.dense import dense_kernel
 from xsparse.ops.attention.fast import attention_mass
 from xsparse.ops.attention.kernel import block_sparse_attention
+from xsparse.ops.decode.kernel import choose_tiles, fold_token, put_token, step_scores
 from xsparse.ops.gather.kernel import gather_tiles
 from xsparse.ops.merge.kernel import merge_states
 from xsparse.ops.selection.kernel import block_lists, select_block_lists, select_blocks
 from xsparse.ops.tiles import KVTiles
 
 name = "triton"
+dense_attention = functools.partial(dense.dense_attention, merge=merge_states)
 
 SHARED_MEMORY_BYTES = 160 << 10
 
@@ -55,23 +59,3 @@ def why_not(device: str | torch.device) -> str | None:
 def tiles_of_empty_row(q: torch.Tensor, kv: KVTiles) -> int:
     """The Hopper kernel computes one masked tile for a row without any."""
     return int(q.shape[1] > 1 and hopper.why_not(q, kv) is None)
-
-
-__all__ = [
-    "antidiagonal_block_sums",
-    "antidiagonal_scores",
-    "antidiagonal_stats",
-    "attention_mass",
-    "block_lists",
-    "block_sparse_attention",
-    "dense_attention",
-    "dense_kernel",
-    "gather_tiles",
-    "merge_states",
-    "merge_stats",
-    "name",
-    "select_block_lists",
-    "select_blocks",
-    "tiles_of_empty_row",
-    "why_not",
-]

@@ -3,14 +3,13 @@
 Importing this does not import torch, so a configuration is checked before that is paid for.
 """
 
-from xsparse.selectors.base import KeyView, Selection, Selector, Site, TensorKeys
-from xsparse.selectors.minmax import MinMaxDecode
+from xsparse.selectors.base import KeyView, MassSelector, Selection, Selector, Site, TensorKeys
 from xsparse.selectors.registry import build, get, names, parameters, register
 from xsparse.selectors.threshold import thresholds
 
 __all__ = [
     "KeyView",
-    "MinMaxDecode",
+    "MassSelector",
     "Selection",
     "Selector",
     "Site",

@@ -50,6 +50,10 @@ class KeyView(Protocol):
         """Smallest and largest key of each block, per feature: [kv_heads, blocks, d] twice."""
         ...
 
+    def mean(self, block_size: int) -> Tensor:
+        """Mean key of each block, fp32 [kv_heads, blocks, d]."""
+        ...
+
 
 @dataclass(frozen=True)
 class TensorKeys:
@@ -79,6 +83,11 @@ class TensorKeys:
         from xsparse.ops.bounds import block_minmax
 
         return block_minmax(self.k, block_size)
+
+    def mean(self, block_size: int) -> Tensor:
+        from xsparse.ops.bounds import block_mean
+
+        return block_mean(self.k, block_size)
 
 
 @dataclass(frozen=True)

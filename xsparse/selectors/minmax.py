@@ -17,8 +17,6 @@ from xsparse.selectors.registry import register
 if TYPE_CHECKING:
     from torch import Tensor
 
-STRIP_NUMBERS = 4 << 20  # bounds held at once, at least one query block
-
 
 @register
 @dataclass
@@ -27,56 +25,13 @@ class MinMax(MassSelector):
     digests = ("minmax", "resident_k")
 
     def scores(self, q: Tensor, keys: KeyView, site: Site) -> Tensor:
-        import torch
-
-        from xsparse.ops.bounds import block_bounds
+        from xsparse.ops.bounds import block_bounds, block_mass
 
         low, high = keys.minmax(site.block_size)
-        size, blocks = site.block_size, low.shape[1]
-        block = torch.arange(blocks, device=q.device)
-        step = max(1, STRIP_NUMBERS // (len(q) * size * blocks)) * size
-        rows = []
-        begin, tokens = 0, q.shape[1]
-        while begin < tokens:
-            end = min(begin + step - (site.q_start + begin) % size, tokens)
-            bound = block_bounds(q[:, begin:end], low, high, scaling=site.scaling)
-            first, last = (site.q_start + begin) // size, (site.q_start + end - 1) // size
-            row = torch.arange(site.q_start + begin, site.q_start + end, device=q.device) // size
-            mass = torch.softmax(bound.masked_fill_(block > row[:, None], -torch.inf), -1)
-            member = (row == block[first : last + 1, None]).to(mass.dtype)
-            rows.append((member / member.sum(1, keepdim=True)) @ mass)
-            begin = end
-        return torch.cat(rows, 1)
-
-
-@dataclass(frozen=True)
-class MinMaxDecode:
-    """Which blocks a decode step reads.
-
-    budget_tokens: per KV head. Block 0, the last complete block and the block being filled are
-    always kept, inside the budget, so it is at least three blocks.
-    """
-
-    budget_tokens: int = 2048
-    name = "minmax"
-    digests = ("minmax", "resident_k")
-
-    def keep(self, q: Tensor, keys: KeyView, site: Site) -> Tensor:
-        """q: [q_heads, C, d]; returns bool [kv_heads, blocks] without reading the device."""
-        import torch
-
-        from xsparse.ops.bounds import block_bounds
-
-        budget = self.budget_tokens // site.block_size
-        if budget < 3:
-            raise ValueError(
-                f"decode_budget_tokens={self.budget_tokens}: allowed is >= {3 * site.block_size} "
-                "(three blocks are always kept)"
-            )
-        low, high = keys.minmax(site.block_size)
-        bound = block_bounds(q, low, high, scaling=site.scaling)
-        bound = bound.unflatten(0, (len(low), -1)).amax((1, 2))
-        bound[:, 0] = torch.inf
-        bound[:, -2:] = torch.inf
-        best = bound.topk(min(budget, bound.shape[1]), dim=-1).indices
-        return torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, best, True)
+        return block_mass(
+            q,
+            lambda rows: block_bounds(rows, low, high, scaling=site.scaling),
+            k_blocks=low.shape[1],
+            block_size=site.block_size,
+            q_start=site.q_start,
+        )

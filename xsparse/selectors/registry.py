@@ -16,7 +16,7 @@ from xsparse.selectors.base import Selector
 # Keys of the configuration's top level, offered to every method whether it has them or not.
 SHARED = ("threshold", "stride", "seed")
 
-METHODS = ("full", "xattention", "strided_k", "minmax", "random", "oracle_topp")
+METHODS = ("full", "xattention", "strided_k", "minmax", "block_mean", "random", "oracle_topp")
 
 _registered: dict[str, type[Selector]] = {}
 

@@ -26,7 +26,7 @@ class XAttention(MassSelector):
     stride: int = 8
 
     name = "xattention"
-    digests = ("resident_k", "streamed")
+    digests = ("resident_k", "streamed", "quantised_k")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ are merged: this needs no kernel to agree on where a rectangular causal mask is 
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ def dense_attention(
     scaling: float,
     causal: bool,
     out_dtype: torch.dtype | None = None,
+    merge: Callable = merge_states,
 ) -> tuple[Tensor, Tensor]:
-    """See naive.dense_attention."""
+    """See naive.dense_attention. merge: a backend's own form of merge_states."""
     kernel = dense_kernel(q)
     queries, keys = q.shape[1], k.shape[1]
     history = keys - queries if causal else keys
@@ -42,7 +44,7 @@ def dense_attention(
         parts.append(_folded(kernel, q, k[:, :history], v[:, :history], scaling))
     if history < keys:
         parts.append(_square(kernel, q, k[:, history:], v[:, history:], scaling))
-    out, lse = parts[0] if len(parts) == 1 else merge_states(*zip(*parts, strict=True))
+    out, lse = parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
     return out.to(out_dtype or q.dtype), lse
 
 

@@ -23,11 +23,12 @@ def block_sparse_attention(
     kv: KVTiles,
     lists: BlockLists,
     *,
-    q_start: int,
+    q_start: int | Tensor,
     scaling: float,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See naive.block_sparse_attention. Reads the counts on the host."""
+    """See naive.block_sparse_attention. Reads the counts, and q_start, on the host."""
+    q_start = int(q_start)
     q_heads, queries, head_dim = q.shape
     block_size, kv_heads = kv.block_size, kv.kv_heads
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -77,8 +77,9 @@ def prefill(
     q_heads, tokens, head_dim = q.shape
     q_blocks, columns = lists.indices.shape[1:]
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    # Rows of Q in one matrix: [tokens, heads * d] as a model makes it, or [heads * tokens, d].
-    token_major = q.transpose(0, 1).is_contiguous()
+    # Rows of Q in one matrix: [tokens, heads * d] as a model makes it (perhaps of some of its
+    # heads), or [heads * tokens, d].
+    token_major = q.stride(0) == head_dim and q.stride(2) == 1
     rows = q.transpose(0, 1).flatten(1) if token_major else q.contiguous().flatten(0, 1)
     total = q_heads * q_blocks
     grid = total

@@ -11,7 +11,7 @@ def block_sparse_attention(
     kv: KVTiles,
     lists: BlockLists,
     *,
-    q_start: int,
+    q_start: int | Tensor,
     scaling: float,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -22,6 +22,7 @@ def block_sparse_attention(
     Returns out [q_heads, C, d] in out_dtype (that of q by default) and lse [q_heads, C], natural
     log, fp32 (fp64 from fp64). Rows that see nothing have out 0 and lse -inf.
     """
+    q_start = int(q_start)
     q_heads, queries, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q, dtype=dtype)

@@ -16,11 +16,19 @@ WORDS = 4096
 """4-byte words a program moves at once: enough requests in flight to hide the link's latency."""
 
 
-def gather_tiles(source: Tensor, index: Tensor, out: Tensor, *, programs: int = PROGRAMS) -> None:
-    """out[i] = source[index[i]]; a negative index leaves its tile of `out` as it is.
+def gather_tiles(
+    source: Tensor,
+    index: Tensor,
+    out: Tensor,
+    *,
+    to: Tensor | None = None,
+    programs: int = PROGRAMS,
+) -> None:
+    """out[to[i]] = source[index[i]], or out[i] without `to`; a negative index moves nothing.
 
     source: [tiles, block_size, head_dim], contiguous, on the device of `out` or in pinned host
-    memory; index: int [n], on the device; out: [n, block_size, head_dim], contiguous
+    memory; index, to: int [n], on the device; out: [n or more with `to`, block_size, head_dim],
+    contiguous
     """
     if source.device.type == "cpu" and out.device.type == "cuda" and not source.is_pinned():
         raise ValueError("gather_tiles reads host memory only where it is pinned")
@@ -31,17 +39,24 @@ def gather_tiles(source: Tensor, index: Tensor, out: Tensor, *, programs: int = 
         )
     if not (source.is_contiguous() and out.is_contiguous()):
         raise ValueError("gather_tiles needs contiguous source and out")
-    if not out.numel():
+    if not out.numel() or not len(index):
         return
     source_words = source.view(len(source), -1).view(torch.int32)
     out_words = out.view(len(out), -1).view(torch.int32)
     _gather_kernel[(programs,)](
-        source_words, index, out_words, len(out), out_words.shape[1], WORDS=WORDS, num_warps=WARPS
+        source_words,
+        index,
+        to,
+        out_words,
+        len(index),
+        out_words.shape[1],
+        WORDS=WORDS,
+        num_warps=WARPS,
     )
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _gather_kernel(source, index, out, tiles, words, WORDS: tl.constexpr):
+def _gather_kernel(source, index, to, out, tiles, words, WORDS: tl.constexpr):
     parts = tl.cdiv(words, WORDS)
     for i in range(tl.program_id(0), tiles * parts, tl.num_programs(0)):
         tile = i // parts
@@ -49,4 +64,5 @@ def _gather_kernel(source, index, out, tiles, words, WORDS: tl.constexpr):
         row = tl.load(index + tile).to(tl.int64)
         inside = word < tl.where(row >= 0, words, 0)
         data = tl.load(source + row * words + word, mask=inside)
-        tl.store(out + tile.to(tl.int64) * words + word, data, mask=inside)
+        place = tile if to is None else tl.load(to + tile)
+        tl.store(out + place.to(tl.int64) * words + word, data, mask=inside)

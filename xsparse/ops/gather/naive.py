@@ -4,14 +4,34 @@ import torch
 from torch import Tensor
 
 
-def gather_tiles(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """out[i] = source[index[i]].
+def gather_tiles(
+    source: Tensor,
+    index: Tensor,
+    out: Tensor,
+    *,
+    to: Tensor | None = None,
+    programs: int | None = None,
+) -> None:
+    """out[to[i]] = source[index[i]], or out[i] without `to`; a negative index moves nothing.
 
-    source: [tiles, block_size, head_dim], on the device of `out` or on the host; index: int [n];
-    out: [n, block_size, head_dim], contiguous. Reading the host from a GPU this way waits for the
-    index; the Triton form does not.
+    source: [tiles, block_size, head_dim], on the device of `out` or on the host; index, to: int
+    [n]; out: [n or more with `to`, block_size, head_dim]. Reading the host from a GPU this way
+    waits for the index; the Triton form does not, and it alone has programs.
     """
-    if source.device == out.device:
-        torch.index_select(source, 0, index.to(source.device), out=out)
+    if not len(index):
+        return
+    index = index.to(source.device)
+    if to is None:
+        to = torch.arange(len(index), device=source.device)
+    moves = index >= 0
+    if source.is_cuda:
+        # Without reading the device: what does not move repeats the first that does.
+        order = torch.arange(len(index), device=source.device)
+        entry = torch.where(moves, order, moves.int().argmax())
+        index, to = index[entry], to[entry].long()
+        tiles = source.index_select(0, index.clamp(min=0))
+        tiles = torch.where((index >= 0)[:, None, None], tiles, out.index_select(0, to))
     else:
-        out.copy_(source.index_select(0, index.to(source.device)))
+        index, to = index[moves], to.to(source.device)[moves].long().to(out.device)
+        tiles = source.index_select(0, index).to(out.device)
+    out.index_copy_(0, to, tiles)

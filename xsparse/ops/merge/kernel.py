@@ -13,18 +13,39 @@ from torch import Tensor
 
 from xsparse.ops.sizes import cdiv, next_power_of_2
 
+ROWS = 32
+"""Of one head, merged by one program."""
 
-def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets.
 
-    outs: each [q_heads, C, d]; lses: each [q_heads, C], natural log. Returns out in the dtype of
-    the first, lse in fp32.
+def merge_states(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint key sets, all parts in one pass.
+
+    outs: each [q_heads, C, d]; lses: each [q_heads, C], natural log. Returns out in `out_dtype`
+    (by default that of the first part), lse in fp32.
     """
-    out, lse = outs[0], lses[0].float()
-    for i in range(1, len(outs)):
-        # Between parts the output stays in fp32; only the last merge rounds.
-        dtype = outs[0].dtype if i == len(outs) - 1 else torch.float32
-        out, lse = _merge_two(out, lse, outs[i], lses[i].float(), dtype)
+    parts = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in outs)
+    q_heads, tokens, head_dim = parts[0].shape
+    # Token-major like the outputs of attention, as the next layer of a model reads it.
+    out = parts[0].new_empty(tokens, q_heads, head_dim, dtype=out_dtype or parts[0].dtype)
+    out = out.transpose(0, 1)
+    lse = lses[0].new_empty(q_heads, tokens, dtype=torch.float32)
+    _merge_kernel[(q_heads * cdiv(tokens, ROWS),)](
+        parts,
+        tuple(x.float().contiguous() for x in lses),
+        tuple(x.stride(0) for x in parts),
+        tuple(x.stride(1) for x in parts),
+        out,
+        lse,
+        tokens,
+        out.stride(0),
+        out.stride(1),
+        PARTS=len(parts),
+        HEAD_DIM=head_dim,
+        WIDTH=next_power_of_2(head_dim),
+        ROWS=ROWS,
+    )
     return out, lse
 
 
@@ -50,56 +71,23 @@ def merge_splits(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Te
     return out, lse
 
 
-def _merge_two(
-    a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    q_heads, tokens, head_dim = a.shape
-    a, b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, b))
-    # Token-major like the outputs of attention, as the next layer of a model reads it.
-    out = a.new_empty(tokens, q_heads, head_dim, dtype=dtype).transpose(0, 1)
-    lse = lse_a.new_empty(q_heads, tokens)
-    rows = 32
-    _merge_two_kernel[(q_heads * cdiv(tokens, rows),)](
-        a,
-        lse_a.contiguous(),
-        b,
-        lse_b.contiguous(),
-        out,
-        lse,
-        tokens,
-        a.stride(0),
-        a.stride(1),
-        b.stride(0),
-        b.stride(1),
-        out.stride(0),
-        out.stride(1),
-        HEAD_DIM=head_dim,
-        WIDTH=next_power_of_2(head_dim),
-        ROWS=rows,
-    )
-    return out, lse
-
-
 @triton.jit
 def _log_sum(shift, total):
     return tl.where(total > 0, shift + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _merge_two_kernel(
-    a,
-    lse_a,
-    b,
-    lse_b,
+def _merge_kernel(
+    outs,
+    lses,
+    head_strides,
+    token_strides,
     out,
     lse,
     tokens,
-    a_head,
-    a_token,
-    b_head,
-    b_token,
     out_head,
     out_token,
+    PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,20 +98,23 @@ def _merge_two_kernel(
     feature = tl.arange(0, WIDTH)
     inside = row < tokens
     cell = inside[:, None] & (feature < HEAD_DIM)[None, :]
-    x = tl.load(lse_a + head * tokens + row, mask=inside, other=float("-inf"))
-    y = tl.load(lse_b + head * tokens + row, mask=inside, other=float("-inf"))
-    top = tl.maximum(x, y)
+    at = head * tokens + row
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for i in tl.static_range(PARTS):
+        top = tl.maximum(top, tl.load(lses[i] + at, mask=inside, other=float("-inf")))
     shift = tl.where(top == float("-inf"), 0.0, top)
-    x, y = tl.exp(x - shift), tl.exp(y - shift)
-    total = x + y
-    share = tl.where(total > 0, total, 1.0)
-    a_at = a + head * a_head + row[:, None] * a_token + feature[None, :]
-    b_at = b + head * b_head + row[:, None] * b_token + feature[None, :]
-    mixed = tl.load(a_at, mask=cell, other=0.0).to(tl.float32) * (x / share)[:, None]
-    mixed += tl.load(b_at, mask=cell, other=0.0).to(tl.float32) * (y / share)[:, None]
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
+    for i in tl.static_range(PARTS):
+        weight = tl.exp(tl.load(lses[i] + at, mask=inside, other=float("-inf")) - shift)
+        part = outs[i] + head * head_strides[i] + row[:, None] * token_strides[i]
+        x = tl.load(part + feature[None, :], mask=cell, other=0.0).to(tl.float32)
+        mixed += x * weight[:, None]
+        total += weight
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     out_at = out + head * out_head + row[:, None] * out_token + feature[None, :]
     tl.store(out_at, mixed.to(out.dtype.element_ty), mask=cell)
-    tl.store(lse + head * tokens + row, _log_sum(shift, total), mask=inside)
+    tl.store(lse + at, _log_sum(shift, total), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])

@@ -20,6 +20,7 @@ from xsparse.attention import Rules, Session
 from xsparse.build import build as build_session
 from xsparse.counters import density
 from xsparse.hf import bound, cache_argument
+from xsparse.kv import gathered
 from xsparse.kv.offload import OffloadEngine
 from xsparse.kv.resident import ResidentEngine
 from xsparse.kv.shape import CacheShape
@@ -478,6 +479,22 @@ def test_a_prompt_may_go_on_inside_a_block(on):
     one = session(on, selector)
     out = drive(one, tokens, turns=(45, 1, 30, 74))
     assert_attends(one, tokens, out)
+
+
+@pytest.mark.parametrize("on", offloads("resident_k", "none")[2:], ids=str)
+@pytest.mark.parametrize("tiles", [1, 3, 7])
+def test_history_larger_than_a_gathered_window_changes_nothing(on, tiles, monkeypatch):
+    """Then several windows follow each other for one head, and are merged."""
+    selector = "xattention" if on.digest == "resident_k" else "random"
+    tokens = Tokens(230)
+    want = session(on, selector)
+    out = drive(want, tokens)
+    monkeypatch.setattr(gathered, "WINDOW_TILES", tiles)
+    monkeypatch.setattr(gathered, "SMALL_TILES", 8)
+    one = session(on, selector)
+    torch.testing.assert_close(drive(one, tokens), out, atol=1e-5, rtol=1e-5)
+    assert_same(masks(one), masks(want))
+    assert one.counters.read()["bytes_h2d"] == want.counters.read()["bytes_h2d"]
 
 
 # Heads

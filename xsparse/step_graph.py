@@ -36,7 +36,7 @@ class StepGraph:
                 if number in stop:
                     return [*found, *new[: i + 1]]
             found += new
-            token = self.ids[0, 0]
+            token = self.ids[0, 0].clone()
         return found
 
     def run(self, token: Tensor, steps: int) -> Tensor:

@@ -33,7 +33,8 @@ class Gathered:
     def __init__(self, shape: CacheShape, pool: Tensor, first: int, tiles: int, halves: int, ops):
         self.shape, self.pool, self.ops = shape, pool, ops
         self.first, self.tiles, self.halves = first, tiles, halves
-        self.lane = CopyLane(shape.device)
+        # Urgent: the next window must come in while attention holds every multiprocessor.
+        self.lane = CopyLane(shape.device, urgent=True)
         size = halves * tiles
         self.buffers = [Buffer(pool[first + i * size : first + (i + 1) * size]) for i in range(2)]
 
@@ -53,24 +54,26 @@ class Gathered:
         s, device = self.shape, self.shape.device
         heads, history = wanted.shape
         per_window = self._heads(history)
-        room = min(self.tiles // per_window, history)
-        rounds, groups = -(-history // room), -(-heads // per_window)
+        groups, columns = heads // per_window, per_window * history
+        room = min(self.tiles, columns)
+        rounds = -(-columns // room)
 
-        head = torch.arange(heads, dtype=torch.int32, device=device)[:, None]
-        number = torch.arange(history, dtype=torch.int32, device=device)
-        rank = wanted.cumsum(1, dtype=torch.int32) - 1
-        lists = self.ops.block_lists(wanted[:, None])
-        order = lists.indices[:, 0]
-        real = number < lists.counts
-        tile = page_tiles(order, s, self.halves, head)
+        # The tiles of a group of heads as one list, those that are wanted first.
+        grouped = wanted.reshape(groups, columns)
+        rank = (grouped.cumsum(1, dtype=torch.int32) - 1).view(heads, history)
+        lists = self.ops.block_lists(grouped[:, None])
+        order, counts = lists.indices[:, 0], lists.counts[:, 0]
+        group = torch.arange(groups, dtype=torch.int32, device=device)[:, None]
+        head = group * per_window + torch.div(order, history, rounding_mode="floor")
+        first_half = page_tiles(order % history, s, self.halves, head)
         half = s.kv_heads * s.block_size_ratio
-        sources = [torch.where(real, tile + t * half, -1) for t in range(self.halves)]
+        sources = [first_half + t * half for t in range(self.halves)]
+        counts = [(counts - turn * room).clamp(0, room) for turn in range(rounds)]
         ready = compute_mark(device)
 
         def load(i: int) -> None:
-            turn, group = divmod(i, groups)
-            rows = slice(group * per_window, min(heads, (group + 1) * per_window))
-            low, high = turn * room, min(history, (turn + 1) * room)
+            turn, g = divmod(i, groups)
+            low, high = turn * room, min(columns, (turn + 1) * room)
             buffer, lane = self.buffers[i % 2], self.lane
             with lane.running():
                 lane.wait(buffer.used)
@@ -78,19 +81,23 @@ class Gathered:
                 lane.wait(written)
                 with stage("transfer"):
                     for t in range(self.halves):
-                        index = sources[t][rows, low:high].reshape(-1)
-                        out = buffer.data[t * self.tiles : t * self.tiles + len(index)]
-                        self.ops.gather_tiles(source, index, out, programs=PROGRAMS)
+                        self.ops.gather_tiles(
+                            source,
+                            sources[t][g, low:high],
+                            buffer.data[t * self.tiles : (t + 1) * self.tiles],
+                            count=counts[turn][g : g + 1],
+                            programs=PROGRAMS,
+                        )
             buffer.loaded = lane.mark()
 
         load(0)
+        number = torch.arange(history, dtype=torch.int32, device=device)
+        head = torch.arange(heads, dtype=torch.int32, device=device)[:, None]
+        group = torch.div(head, per_window, rounding_mode="floor")
         for turn in range(rounds):
             low = turn * room
-            width = min(history, low + room) - low
-            # The buffer of each head's window, its row in it, and the tile's rank there.
-            buffer = (head // per_window + turn * groups) % 2
-            base = self.first + buffer * (self.halves * self.tiles) + head % per_window * width
-            held = wanted if rounds == 1 else wanted & (rank >= low) & (rank < low + width)
+            base = self.first + (group + turn * groups) % 2 * (self.halves * self.tiles)
+            held = wanted if rounds == 1 else wanted & (rank >= low) & (rank < low + room)
             place = torch.where(held, base + rank - low, 0)
             blocks = torch.where(held, number, -1)
             if turn == 0:  # the chunk's own blocks go with the first window of each head
@@ -100,13 +107,12 @@ class Gathered:
                 blocks = torch.nn.functional.pad(blocks, (0, own.blocks.shape[1]), value=-1)
                 k_own = v_own = torch.zeros_like(own.v_index)
             v_index = torch.cat([place + (self.halves - 1) * self.tiles, v_own], 1)
-            k_place = resident(number) if resident else place
-            k_index = torch.cat([k_place, k_own], 1)
-            for group in range(groups):
-                i = turn * groups + group
+            k_index = torch.cat([resident(number) if resident else place, k_own], 1)
+            for g in range(groups):
+                i = turn * groups + g
                 if i + 1 < rounds * groups:
                     load(i + 1)
-                rows = slice(group * per_window, min(heads, (group + 1) * per_window))
+                rows = slice(g * per_window, (g + 1) * per_window)
                 buffer = self.buffers[i % 2]
                 compute_waits(buffer.loaded, device)
                 tiles = KVTiles(own.k_pool, self.pool, k_index[rows], v_index[rows], blocks[rows])
@@ -114,11 +120,16 @@ class Gathered:
                 buffer.used = compute_mark(device)
 
     def _heads(self, history: int) -> int:
-        """KV heads of a window: at least one, and several windows where there is much to move."""
+        """KV heads of a window, a divisor of all: as many as fit, but several windows where there
+        is much to move."""
         heads = self.shape.kv_heads
-        if heads * history <= min(SMALL_TILES, self.tiles):
-            return heads
-        return max(1, min(self.tiles // history, -(-heads // 4)))
+        few = heads * history <= SMALL_TILES
+        fits = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and n * history <= self.tiles and (few or 4 * n <= heads)
+        ]
+        return max(fits, default=1)
 
     def reset(self) -> None:
         for buffer in self.buffers:

@@ -105,6 +105,7 @@ class OffloadEngine(Engine):
             self.store.close()
         self.store, self.capacity = fresh, capacity
         self._install(pool, slots)
+        self._settle()  # new buffers are zeroed on the compute stream, which no copy waits for
 
     def _device_buffers(self, capacity: int) -> tuple[Tensor, list[Tensor]]:
         """A pool of tiles for two chunks and two windows, and the slots of the ring."""

@@ -1,8 +1,9 @@
 """Pages through a ring of device slots, by the copy engine.
 
-A slot takes several pages, since a copy must be large to use the link (2 MB reach 64 % of it,
-16 MB 97 % on an H200), and neighbouring pages of the store go in one copy. Copies are issued ahead
-as slots become free, also those of the next layer where it is known what that will read.
+A slot takes several pages: a copy must be large to use the link (2 MB reach 64 % of it, 16 MB 97 %
+on an H200), and every slot is a part of attention that must be merged. Neighbouring pages of the
+store go in one copy. Copies are issued ahead as slots become free, also those of the next layer
+where it is known what that will read.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from xsparse.kv.streams import Buffer, CopyLane, Mark, compute_mark, compute_waits
 
-SLOT_BYTES = 32 << 20
+SLOT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,15 @@ Mark = torch.Event | None
 
 
 class CopyLane:
-    """One direction of copies, beside the compute stream."""
+    """One direction of copies, beside the compute stream.
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    urgent: its kernels get the next free multiprocessors, before what waits on other streams
+    """
+
+    def __init__(self, device: torch.device, *, urgent: bool = False):
+        self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
     def running(self):
         """Context in which copies are issued on this lane."""

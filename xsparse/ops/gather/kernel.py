@@ -22,13 +22,15 @@ def gather_tiles(
     out: Tensor,
     *,
     to: Tensor | None = None,
+    count: Tensor | None = None,
     programs: int = PROGRAMS,
 ) -> None:
-    """out[to[i]] = source[index[i]], or out[i] without `to`; a negative index moves nothing.
+    """out[to[i]] = source[index[i]], or out[i] without `to`; a negative index moves nothing,
+    nor does what lies behind the first `count`.
 
     source: [tiles, block_size, head_dim], contiguous, on the device of `out` or in pinned host
-    memory; index, to: int [n], on the device; out: [n or more with `to`, block_size, head_dim],
-    contiguous
+    memory; index, to: int [n] and count: int [1], on the device; out: [n or more, block_size,
+    head_dim], contiguous
     """
     if source.device.type == "cpu" and out.device.type == "cuda" and not source.is_pinned():
         raise ValueError("gather_tiles reads host memory only where it is pinned")
@@ -47,6 +49,7 @@ def gather_tiles(
         source_words,
         index,
         to,
+        count,
         out_words,
         len(index),
         out_words.shape[1],
@@ -56,7 +59,9 @@ def gather_tiles(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _gather_kernel(source, index, to, out, tiles, words, WORDS: tl.constexpr):
+def _gather_kernel(source, index, to, count, out, tiles, words, WORDS: tl.constexpr):
+    if count is not None:  # tiles of the list that are not there cost no look at each
+        tiles = tl.minimum(tiles, tl.load(count).to(tl.int32))
     parts = tl.cdiv(words, WORDS)
     for i in range(tl.program_id(0), tiles * parts, tl.num_programs(0)):
         tile = i // parts

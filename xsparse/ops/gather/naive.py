@@ -10,13 +10,15 @@ def gather_tiles(
     out: Tensor,
     *,
     to: Tensor | None = None,
+    count: Tensor | None = None,
     programs: int | None = None,
 ) -> None:
-    """out[to[i]] = source[index[i]], or out[i] without `to`; a negative index moves nothing.
+    """out[to[i]] = source[index[i]], or out[i] without `to`; a negative index moves nothing,
+    nor does what lies behind the first `count`.
 
     source: [tiles, block_size, head_dim], on the device of `out` or on the host; index, to: int
-    [n]; out: [n or more with `to`, block_size, head_dim]. Reading the host from a GPU this way
-    waits for the index; the Triton form does not, and it alone has programs.
+    [n]; count: int [1]; out: [n or more, block_size, head_dim]. Reading the host from a GPU this
+    way waits for the index; the Triton form does not, and it alone has programs.
     """
     if not len(index):
         return
@@ -24,6 +26,9 @@ def gather_tiles(
     if to is None:
         to = torch.arange(len(index), device=source.device)
     moves = index >= 0
+    if count is not None:
+        moves &= torch.arange(len(index), device=source.device) < count.to(source.device)
+        index = index.masked_fill(~moves, -1)
     if source.is_cuda:
         # Without reading the device: what does not move repeats the first that does.
         order = torch.arange(len(index), device=source.device)

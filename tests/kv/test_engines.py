@@ -207,5 +207,5 @@ def test_memory_counts_every_buffer():
     assert memory.device == {
         "chunks_and_windows": 2 * 3 * page // 2,
         "tail": LAYERS * HEADS * BLOCK * D * 4,
-        "ring": 3 * 4 * page // 2,  # a slot takes as many pages as there are, up to 32 MiB
+        "ring": 3 * 4 * page // 2,  # a slot takes as many pages as there are, up to 128 MiB
     }

@@ -19,7 +19,7 @@ from xsparse.ops.tiles import KVTiles
 
 WINDOW_TILES = 1024  # of K and of V: 32 MiB with blocks of 128 and d = 128 in 16 bits
 SMALL_TILES = 256  # up to here one window takes every head: more would only be launches
-PROGRAMS = 16
+PROGRAMS = 24
 """Of the gather kernel while attention runs: enough for the link, few enough to miss."""
 
 
@@ -37,6 +37,9 @@ class Gathered:
         self.lane = CopyLane(shape.device, urgent=True)
         size = halves * tiles
         self.buffers = [Buffer(pool[first + i * size : first + (i + 1) * size]) for i in range(2)]
+        # Of the K and V of one tile after the other: first all K, then all V.
+        place = torch.arange(tiles, dtype=torch.int32, device=shape.device)
+        self.places = torch.stack([place + t * tiles for t in range(halves)], -1).flatten()
 
     def windows(
         self,
@@ -65,29 +68,30 @@ class Gathered:
         order, counts = lists.indices[:, 0], lists.counts[:, 0]
         group = torch.arange(groups, dtype=torch.int32, device=device)[:, None]
         head = group * per_window + torch.div(order, history, rounding_mode="floor")
-        first_half = page_tiles(order % history, s, self.halves, head)
+        tile = page_tiles(order % history, s, self.halves, head)
+        # K and V in turns, in one launch: a second one would wait until attention lets go again.
         half = s.kv_heads * s.block_size_ratio
-        sources = [first_half + t * half for t in range(self.halves)]
-        counts = [(counts - turn * room).clamp(0, room) for turn in range(rounds)]
+        sources = torch.stack([tile + t * half for t in range(self.halves)], -1).flatten(1)
+        counts = [(counts - turn * room).clamp(0, room) * self.halves for turn in range(rounds)]
         ready = compute_mark(device)
 
         def load(i: int) -> None:
             turn, g = divmod(i, groups)
-            low, high = turn * room, min(columns, (turn + 1) * room)
+            low, high = (x * self.halves for x in (turn * room, min(columns, (turn + 1) * room)))
             buffer, lane = self.buffers[i % 2], self.lane
             with lane.running():
                 lane.wait(buffer.used)
                 lane.wait(ready)
                 lane.wait(written)
                 with stage("transfer"):
-                    for t in range(self.halves):
-                        self.ops.gather_tiles(
-                            source,
-                            sources[t][g, low:high],
-                            buffer.data[t * self.tiles : (t + 1) * self.tiles],
-                            count=counts[turn][g : g + 1],
-                            programs=PROGRAMS,
-                        )
+                    self.ops.gather_tiles(
+                        source,
+                        sources[g, low:high],
+                        buffer.data,
+                        to=self.places[: high - low],
+                        count=counts[turn][g : g + 1],
+                        programs=PROGRAMS,
+                    )
             buffer.loaded = lane.mark()
 
         load(0)

@@ -228,7 +228,7 @@ class OffloadEngine(Engine):
             with self.stage("sync"):  # the copy engine is driven from the host
                 ids = ids.nonzero().flatten()
                 listed = ids.tolist()
-            reading = self._read(self.ring.loads(layer, listed))
+            reading = self._read(self.ring.loads(layer, listed, soon=True))
             yield own_window  # while the first pages are on their way
             begin = 0
             for load, data in reading:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xsparse.kv.streams import Buffer, CopyLane, Mark, compute_mark, compute_waits
 
-SLOT_BYTES = 64 << 20
+SLOT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,21 @@ class Ring:
         """Pages a slot takes."""
         return len(self.slots[0].data)
 
-    def loads(self, layer: int, pages: Sequence[int], halves: slice = slice(None)) -> list[Load]:
-        """The pages in portions of a slot."""
-        starts = range(0, len(pages), self.pages)
-        return [Load(layer, tuple(pages[i : i + self.pages]), halves) for i in starts]
+    def loads(
+        self,
+        layer: int,
+        pages: Sequence[int],
+        halves: slice = slice(None),
+        *,
+        soon: bool = False,
+    ) -> list[Load]:
+        """The pages in portions of a slot; soon: the first portions are small, since somebody
+        waits for them."""
+        portions, begin, size = [], 0, max(1, self.pages // 8) if soon else self.pages
+        while begin < len(pages):
+            portions.append(Load(layer, tuple(pages[begin : begin + size]), halves))
+            begin, size = begin + size, min(2 * size, self.pages)
+        return portions
 
     def read(
         self,

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     bench = Bench(args.device, max(args.length))
     write_environment(args, torch)
-    bench.row({"group": "link", **bench.link()}, args.out)
+    bench.row({"group": "link", "commit": args.commit, **bench.link()}, args.out)
     for group in args.groups:
         for length in args.length:
             for number in range(args.repeats):
@@ -52,8 +52,10 @@ def main(argv: list[str] | None = None) -> int:
                         return 3
                     made = case if args.device == "cuda" else replace(case, tiny=True)
                     row = bench.measure(made, length)
-                    bench.row({"group": group, "repeat": number, **row}, args.out)
+                    row |= {"group": group, "repeat": number, "commit": args.commit}
+                    bench.row(row, args.out)
     rows = tables.read(args.out / "throughput.csv")
+    tables.plot(rows, args.out / "throughput.png")
     print("\n".join(tables.lines(rows)))
     return 0
 

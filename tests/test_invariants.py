@@ -200,15 +200,14 @@ class Tokens:
 def drive(session: Session, tokens: Tokens, prompt: int | None = None, turns=()) -> Tensor:
     """Prefill `prompt` tokens (chunk by chunk, as a model would), decode the rest.
 
-    turns: lengths of prompts that come one after another. Returns [layers, q_heads, N, d]
+    turns: lengths of prompts that come one after another, negative for as many decoded tokens.
+    Returns [layers, q_heads, N, d]
     """
     prompt = tokens.n if prompt is None else prompt
-    pieces = [
-        piece
-        for turn in turns or [prompt]
-        for piece in torch.ones(turn).split(session.engine.shape.chunk_size)
-    ]
-    steps = [(len(p), False) for p in pieces] + [(1, True)] * (tokens.n - prompt)
+    steps = []
+    for turn in turns or [prompt, prompt - tokens.n]:
+        pieces = torch.ones(max(turn, 0)).split(session.engine.shape.chunk_size)
+        steps += [(len(p), False) for p in pieces if len(p)] + [(1, True)] * -turn
     session.reset()
     outs, start = [], 0
     for size, session.decoding in steps:
@@ -495,6 +494,27 @@ def test_history_larger_than_a_gathered_window_changes_nothing(on, tiles, monkey
     torch.testing.assert_close(drive(one, tokens), out, atol=1e-5, rtol=1e-5)
     assert_same(masks(one), masks(want))
     assert one.counters.read()["bytes_h2d"] == want.counters.read()["bytes_h2d"]
+
+
+METHOD_OF = {"strided_k": "strided_k", "minmax": "minmax", "block_mean": "block_mean"}
+
+
+@pytest.mark.parametrize(
+    "on",
+    offloads("resident_k", "streamed", "quantised_k", "strided_k", "minmax", "block_mean"),
+    ids=str,
+)
+def test_a_prompt_after_decode_steps_sees_what_they_wrote(on):
+    """Every digest knows K of tokens that were decoded one by one, across block and page edges."""
+    selector = METHOD_OF.get(on.digest, "xattention")
+    tokens, turns = Tokens(190), (45, -75, 40, -10, 20)
+    one = session(on, selector, decode_blocks=4)
+    assert_attends(one, tokens, drive(one, tokens, turns=turns))
+    if on.digest == "quantised_k":
+        return  # its masks are nearly those of K itself
+    alone = session(On(), selector, decode_blocks=4)
+    drive(alone, tokens, turns=turns)
+    assert_same([s.executed for s in one.seen], [s.executed for s in alone.seen])
 
 
 # Heads

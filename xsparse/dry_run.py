@@ -18,6 +18,7 @@ CPU_CORE_FLOPS = 50e9
 GPU_FLOPS = 300e12
 # Answers of the tasks are short; a decode step reads all weights once.
 NEW_TOKENS = 16
+SLOT_BYTES = 128 << 20  # of the ring, at most (kv/ring.py)
 CPU_BYTES_PER_S, GPU_BYTES_PER_S = 10e9, 3e12
 
 
@@ -80,10 +81,13 @@ def _memory_gb(
     if config.engine.name == "resident":
         on_device, on_host = weights + cache + activations, 0.0
     else:
-        layer_page = kv_token / shape.layers * config.page_size
-        buffers = layer_page * (config.ring_slots + 2 * (config.chunk_size / config.page_size + 2))
-        digest = cache / 2 if config.settings().digest == "resident_k" else 0.0
-        on_device, on_host = weights + buffers + digest + activations, cache
+        layer = cache / shape.layers
+        chunk = kv_token / shape.layers * (config.chunk_size + 2 * config.page_size)
+        resident_k = config.settings().digest == "resident_k"  # then V alone is on the host
+        digest = cache / 2 if resident_k else 0.0
+        slots = config.ring_slots * min(SLOT_BYTES, layer)
+        on_device = weights + slots + 2 * chunk + digest + activations
+        on_host = cache - digest
     if device.is_cuda:
         return on_device / 1e9, on_host / 1e9
     return 0.0, (on_device + on_host) / 1e9

@@ -72,6 +72,7 @@ class OffloadEngine(Engine):
         # chunk's, which is what history waits for.
         self.written: list[Mark] = [None] * s.layers
         self.history_written: list[Mark] = [None] * s.layers
+        self.digested = [0] * s.layers  # tokens the digest was shown
         # The block being filled is the last of each head's tiles; decode's tiles lie before it.
         self.step_slots = step_tiles
         self.tail = self._zeros(
@@ -148,10 +149,30 @@ class OffloadEngine(Engine):
             open_k, open_v = self._open_block(layer, start)
             k, v = torch.cat([open_k, k], 1), torch.cat([open_v, v], 1)
         chunk.fill(start // s.block_size, k, v)
+        self._catch_up(layer, chunk.first_block * s.block_size)
+        self.digested[layer] = end
         for kept in self.digests:
             kept.store(layer, chunk.first_block * s.block_size, k)
         self.lengths[layer] = end
         self._save(layer, chunk, end)
+
+    def _catch_up(self, layer: int, end: int) -> None:
+        """Show the digest K up to `end` that decode steps wrote: they keep K itself and their own
+        statistics up to date, nothing else."""
+        s = self.shape
+        begin = self.digested[layer] // s.block_size * s.block_size
+        if begin >= end or self.k_resident or self.digest is self.stats:
+            return
+        assert self.store is not None
+        self._settle()
+        first, stop = begin // s.page_size, s.pages(end)
+        k = _in_order(self.store.data[layer, first:stop, 0])
+        k = k[:, begin - first * s.page_size : end - first * s.page_size]
+        self.digest.store(layer, begin, k.to(s.device))
+
+    def advance(self, layer: int, tokens: int = 1) -> None:
+        super().advance(layer, tokens)
+        self.written[layer] = compute_mark(self.shape.device)  # steps write to the host themselves
 
     def chunk(self, layer: int) -> "_Chunk":
         return self.chunks[layer % 2]
@@ -394,6 +415,7 @@ class OffloadEngine(Engine):
         super().reset()
         for kept in self.digests:
             kept.reset()
+        self.digested = [0] * self.shape.layers
         self.tail[:, :, :, -1].zero_()
         self.written = [None] * self.shape.layers
         self.history_written = [None] * self.shape.layers
@@ -526,17 +548,17 @@ class OffloadKeys:
         return digest.keys(self.layer, self.length)
 
     def minmax(self, block_size: int) -> tuple[Tensor, Tensor]:
-        stats = self.engine.stats
-        if isinstance(stats, MinMax):
-            return stats.bounds(self.layer, self.length)
+        for kept in self.engine.digests:
+            if isinstance(kept, MinMax):
+                return kept.bounds(self.layer, self.length)
         if self.resident:
             return block_minmax(self.keys(), block_size)
         raise self._lacks("block bounds")
 
     def mean(self, block_size: int) -> Tensor:
-        stats = self.engine.stats
-        if isinstance(stats, BlockMean):
-            return stats.means(self.layer, self.length)
+        for kept in self.engine.digests:
+            if isinstance(kept, BlockMean):
+                return kept.means(self.layer, self.length)
         if self.resident:
             return block_mean(self.keys(), block_size)
         raise self._lacks("block means")

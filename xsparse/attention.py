@@ -186,7 +186,9 @@ class Session:
             rows = window.rows(group)
             with self.counters.stage("select"):
                 if window.only and window.columns is None:
-                    whole = whole or self.ops.block_lists(executed)
+                    if whole is None:
+                        whole = self.ops.block_lists(executed)
+                    assert whole is not None
                     lists = BlockLists(whole.indices[rows], whole.counts[rows])
                 else:
                     lists = self.ops.block_lists(window.mask(executed, group))

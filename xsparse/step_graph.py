@@ -1,8 +1,8 @@
 """A whole decode step as one CUDA graph: model, KV write, selection, gather, attention, next token.
 
-The graph is captured once per capacity and replayed with no host read between tokens: token and
-position live on the device and are advanced inside it. The host reads tokens in bursts, to stop
-at an end token.
+The graph is captured once for the engine's buffers and replayed with no host read between tokens:
+token and position live on the device and are advanced inside it. The host reads tokens in bursts,
+to stop at an end token.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class StepGraph:
         self.model, self.session, self.cache = model, session, cache
         self.steps = session.steps
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.capacity = 0
+        self.generation = 0  # of the engine's buffers that it was captured with
 
     def generate(self, token: Tensor, tokens: int, stop: tuple[int, ...] | list[int]) -> list[int]:
         """Up to `tokens` ids after `token` (0-d), a stop token included; steps run in bursts, so
@@ -45,7 +45,7 @@ class StepGraph:
         begin = engine.length
         engine.make_room(begin + steps)
         ran = 0
-        if self.graph is None or self.capacity != engine.capacity:
+        if self.graph is None or self.generation != engine.generation:
             # The first step runs eagerly: it compiles and allocates what capture must not.
             self._allocate()
             self.ids.copy_(token)
@@ -69,10 +69,10 @@ class StepGraph:
     def _allocate(self) -> None:
         self.graph = None
         self.steps.prepare()
-        self.capacity = self.session.engine.capacity
-        device = self.session.engine.shape.device
+        engine = self.session.engine
+        self.generation, device = engine.generation, engine.shape.device
         self.ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.found = torch.zeros(self.capacity + 1, dtype=torch.int64, device=device)
+        self.found = torch.zeros(engine.capacity + 1, dtype=torch.int64, device=device)
 
     def _step(self) -> None:
         position = self.steps.position

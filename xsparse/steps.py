@@ -13,7 +13,7 @@ from torch import Tensor
 from xsparse.counters import Counters
 from xsparse.kv.engine import Engine
 from xsparse.kv.resident import ResidentEngine
-from xsparse.ops.decode import Chosen, empty_state
+from xsparse.ops.decode import Chosen, TileGeometry, empty_state
 from xsparse.ops.tiles import BlockLists, KVTiles
 
 
@@ -34,40 +34,41 @@ class Steps:
         self.engine, self.ops, self.counters = engine, ops, counters
         self.keep = keep
         self.captured = False
-        self.capacity = 0  # what the tensors below were made for
+        self.capacity = 0  # what was prepared for
+        self.chosen: Chosen | None = None
+        with torch.inference_mode(False):
+            self.position = torch.zeros(1, dtype=torch.int64, device=engine.shape.device)
         # Complete blocks a step reads besides the one being filled.
         self.budget = (
             None if budget_tokens is None else budget_tokens // engine.shape.block_size - 1
         )
 
-    @torch.inference_mode(False)  # or they could not be written outside inference mode
+    @torch.inference_mode(False)  # or tensors could not be written outside inference mode
     def prepare(self) -> None:
-        """Make the tensors of a step for the engine's capacity; captured graphs end with it."""
+        """Follow the engine's capacity; what a step knows of the sequence stays."""
         engine, s = self.engine, self.engine.shape
         if self.capacity == engine.capacity:
             return
         self.capacity = engine.capacity
-        blocks = self.capacity // s.block_size
-        self.position = torch.zeros(1, dtype=torch.int64, device=s.device)
-        columns = blocks
+        columns = self.capacity // s.block_size
         if self.budget is not None:
             columns = self.budget + 1
             self.geometry = engine.geometry(self.budget)
-            self.chosen = Chosen.allocate(
-                s.q_heads, s.kv_heads, self.budget, self.geometry.halves, s.device
-            )
-            self.states = [
-                empty_state(s.kv_heads, self.geometry.slots, s.device) for _ in range(s.layers)
-            ]
-            if engine.name == "offload":
-                factor = s.tile_bytes
-                self.counters.watch("decode_bytes_h2d", self.chosen.moved, factor)
+            if self.chosen is None:
+                self._allocate(self.budget, self.geometry)
         order = torch.arange(columns, dtype=torch.int32, device=s.device)
         self.columns = order.expand(s.q_heads, 1, -1).contiguous()
 
+    def _allocate(self, budget: int, geometry: TileGeometry) -> None:
+        s = self.engine.shape
+        self.chosen = Chosen.allocate(s.q_heads, s.kv_heads, budget, geometry.halves, s.device)
+        self.states = [empty_state(s.kv_heads, geometry.slots, s.device) for _ in range(s.layers)]
+        if self.engine.name == "offload":
+            self.counters.watch("decode_bytes_h2d", self.chosen.moved, s.tile_bytes)
+
     def reset(self) -> None:
         """Another sequence begins."""
-        if self.capacity and self.budget is not None:
+        if self.chosen is not None:
             for state in self.states:
                 state.fill_(-1)
             self.chosen.moved.zero_()
@@ -97,6 +98,7 @@ class Steps:
             lists = BlockLists(self.columns, counts.expand(s.q_heads)[:, None])
             return engine.all_tiles(layer), lists
         assert engine.stats is not None
+        assert self.chosen is not None
         scores = ops.step_scores(
             q,
             engine.stats.stats(layer),

@@ -96,6 +96,7 @@ class Engine(ABC):
         self.lengths = [0] * shape.layers
         self.traffic = Traffic()
         self.capacity = 0
+        self.generation = 0  # of the buffers: whoever holds their addresses must look again
         # Who times the engine sets this; stages are "transfer" and "sync".
         self.stage: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
 

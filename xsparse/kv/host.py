@@ -56,11 +56,12 @@ class HostMemory:
             if nbytes >= ANNOUNCED_BYTES:
                 done = min(begin + STEP_BYTES, nbytes)
                 logger.info("host memory: %.0f of %.0f GB touched", done / 1e9, nbytes / 1e9)
-        address = self.bytes.data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, len(self.bytes), 0)
+        address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
+        assert runtime is not None
+        error = runtime.cudaHostRegister(address, len(self.bytes), 0)
         if int(error):
             raise MemoryError(f"{nbytes / 1e9:.1f} GB of host memory cannot be pinned: {error}")
-        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
+        weakref.finalize(self, runtime.cudaHostUnregister, address)
         if nbytes >= ANNOUNCED_BYTES:
             seconds = time.perf_counter() - begin_s
             logger.info("host memory: %.1f GB pinned in %.1f s", nbytes / 1e9, seconds)

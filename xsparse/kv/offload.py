@@ -64,8 +64,8 @@ class OffloadEngine(Engine):
         self.transfer = transfer
         self.ring_slots = ring_slots
         self.limit_bytes = limit_bytes
-        self.k_resident = isinstance(self.digest, ResidentK)
-        self.halves = 1 if self.k_resident else 2
+        self.k = self.digest if isinstance(self.digest, ResidentK) else None  # K itself
+        self.halves = 1 if self.k else 2
         self.store: HostStore | None = None
         self.d2h = CopyLane(s.device)
         # Behind the copies of each layer's blocks to the host: all of them, and all but the last
@@ -105,6 +105,7 @@ class OffloadEngine(Engine):
                 fresh.data[:, : self.store.data.shape[1]] = self.store.data
             self.store.close()
         self.store, self.capacity = fresh, capacity
+        self.generation += 1
         self._install(pool, slots)
         self._settle()  # new buffers are zeroed on the compute stream, which no copy waits for
 
@@ -161,7 +162,7 @@ class OffloadEngine(Engine):
         statistics up to date, nothing else."""
         s = self.shape
         begin = self.digested[layer] // s.block_size * s.block_size
-        if begin >= end or self.k_resident or self.digest is self.stats:
+        if begin >= end or self.k is not None or self.digest is self.stats:
             return
         assert self.store is not None
         self._settle()
@@ -181,8 +182,8 @@ class OffloadEngine(Engine):
         """K and V [kv_heads, n, d] of the block being filled."""
         held = length % self.shape.block_size
         tail = self.tail[layer, :, :, -1, :held]
-        if self.k_resident:
-            return self.digest.keys(layer, length)[:, length - held :], tail[0]
+        if self.k is not None:
+            return self.k.keys(layer, length)[:, length - held :], tail[0]
         return tail[0], tail[1]
 
     def _save(self, layer: int, chunk: "_Chunk", end: int) -> None:
@@ -239,7 +240,7 @@ class OffloadEngine(Engine):
                 self._host_tiles(layer),
                 wanted,
                 own,
-                resident=self._resident_index if self.k_resident else None,
+                resident=self._resident_index if self.k is not None else None,
                 written=self.history_written[layer],
                 stage=self.stage,
             )
@@ -269,8 +270,8 @@ class OffloadEngine(Engine):
             start = load.pages[0] * s.page_size
             stop = min(start + len(load.pages) * s.page_size, history)
             parts = [_in_order(data[:, half])[:, : stop - start] for half in range(self.halves)]
-            if self.k_resident:
-                parts.insert(0, self.digest.keys(layer, stop)[:, start:])
+            if self.k is not None:
+                parts.insert(0, self.k.keys(layer, stop)[:, start:])
             yield parts[0], parts[1], False
         yield chunk.k, chunk.v, True
 
@@ -311,9 +312,9 @@ class OffloadEngine(Engine):
         place = torch.arange(count, dtype=torch.int32, device=s.device)
         v_index = page_tiles(place, s, self.halves, self._head)
         pool = data.view(-1, s.block_size, s.head_dim)
-        if self.k_resident:
+        if self.k is not None:
             tiles = KVTiles(
-                self.digest.pool(layer), pool, self._resident_index(numbers), v_index, numbers
+                self.k.pool(layer), pool, self._resident_index(numbers), v_index, numbers
             )
         else:
             half = s.kv_heads * s.block_size_ratio
@@ -329,9 +330,9 @@ class OffloadEngine(Engine):
         place = numbers - chunk.first_page * s.block_size_ratio
         v_index = chunk.first_tile + page_tiles(place, s, self.halves, self._head)
         numbers = numbers.expand(s.kv_heads, -1)
-        if self.k_resident:
+        if self.k is not None:
             k_index = self._resident_index(numbers)
-            return KVTiles(self.digest.pool(layer), self.pool, k_index, v_index, numbers)
+            return KVTiles(self.k.pool(layer), self.pool, k_index, v_index, numbers)
         half = s.kv_heads * s.block_size_ratio
         return KVTiles(self.pool, self.pool, v_index, v_index + half, numbers)
 
@@ -366,9 +367,9 @@ class OffloadEngine(Engine):
                 ),
             ]
 
-        if not self.k_resident:
+        if self.k is None:
             return places(0), places(1)
-        k_rows = self.digest.pool(layer).view(-1, s.head_dim)
+        k_rows = self.k.pool(layer).view(-1, s.head_dim)
         k_place = RowPlace(k_rows, span=self.capacity, piece=0, head=self.capacity, first=0)
         return [k_place], places(0)
 
@@ -384,7 +385,7 @@ class OffloadEngine(Engine):
             ratio=s.block_size_ratio,
             halves=self.halves,
             slots=self.step_slots,
-            resident_blocks=self.capacity // s.block_size if self.k_resident else 0,
+            resident_blocks=self.capacity // s.block_size if self.k is not None else 0,
         )
 
     def step_tiles(self, layer: int, chosen: Chosen) -> KVTiles:
@@ -392,7 +393,7 @@ class OffloadEngine(Engine):
         tail = self.tail[layer].view(-1, s.block_size, s.head_dim)
         with self.stage("transfer"):
             self.ops.gather_tiles(self._host_tiles(layer), chosen.source, tail, to=chosen.target)
-        k_pool = self.digest.pool(layer) if self.k_resident else tail
+        k_pool = self.k.pool(layer) if self.k is not None else tail
         return KVTiles(k_pool, tail, chosen.k_index, chosen.v_index, chosen.blocks)
 
     # Life
@@ -432,6 +433,7 @@ class OffloadEngine(Engine):
         if self.store is not None:
             self.store.close()
         self.store, self.capacity = None, 0
+        self.generation += 1
         for kept in self.digests:
             kept.layers = []
         if hasattr(self, "pool"):
@@ -516,12 +518,12 @@ class OffloadKeys:
 
     @property
     def resident(self) -> bool:
-        return self.engine.k_resident
+        return self.engine.k is not None
 
     def keys(self) -> Tensor:
-        if not self.resident:
+        if self.engine.k is None:
             raise self._lacks("K; use pieces()")
-        return self.engine.digest.keys(self.layer, self.length)
+        return self.engine.k.keys(self.layer, self.length)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         engine, s = self.engine, self.engine.shape

@@ -50,6 +50,7 @@ class ResidentEngine(Engine):
                 self.cache[layer] = new[:0]
             fresh.append(new)
         self.cache, self.capacity = fresh, capacity
+        self.generation += 1
         self._index.clear()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -72,8 +73,8 @@ class ResidentEngine(Engine):
         blocks = s.blocks(self.lengths[layer])
         pool = self.cache[layer].view(-1, s.block_size, s.head_dim)
         k_index, v_index, numbers = self._indices(blocks)
-        tiles = KVTiles(pool, pool, k_index, v_index, numbers)
-        yield Window(tiles, range(s.kv_heads), None, only=True)
+        every = KVTiles(pool, pool, k_index, v_index, numbers)
+        yield Window(every, range(s.kv_heads), None, only=True)
 
     def dense_parts(self, layer: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         n = self.lengths[layer]
@@ -82,10 +83,12 @@ class ResidentEngine(Engine):
     def token_places(self, layer: int) -> tuple[list[RowPlace], list[RowPlace]]:
         s, tokens = self.shape, self.capacity
         rows = self.cache[layer].view(-1, s.head_dim)
-        return tuple(
-            [RowPlace(rows, span=tokens, piece=0, head=tokens, first=half * s.kv_heads * tokens)]
-            for half in range(2)
-        )
+
+        def places(half: int) -> list[RowPlace]:
+            first = half * s.kv_heads * tokens
+            return [RowPlace(rows, span=tokens, piece=0, head=tokens, first=first)]
+
+        return places(0), places(1)
 
     def geometry(self, budget: int) -> TileGeometry:
         """As if V alone were elsewhere: where K lies says where V lies."""
@@ -122,6 +125,7 @@ class ResidentEngine(Engine):
 
     def close(self) -> None:
         self.cache, self.capacity = [], 0
+        self.generation += 1
         self._index.clear()
         if self.stats is not None:
             self.stats.layers = []

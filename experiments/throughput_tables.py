@@ -76,7 +76,8 @@ def _prefill(cells: dict[tuple, list[Row]]) -> list[str]:
 
 def _decode(cells: dict[tuple, list[Row]]) -> list[str]:
     out = [
-        "| context | case | runs x tokens | ms/token | tok/s | MB/token | hit rate | busy | commit |",
+        "| context | case | runs x tokens | ms/token | tok/s | MB/token | hit rate | busy"
+        " | commit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (context, case, commit), rows in sorted(cells.items(), key=_place):

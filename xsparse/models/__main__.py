@@ -19,7 +19,7 @@ from xsparse.models import ModelError, adapter, fetch, shape
 from xsparse.models.hub import local_snapshot
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-DEFAULT = "smollm2-135m"
+DEFAULT = "smollm2-135m-lc"
 
 
 def read_node(arguments: list[str]) -> ModelConfig:

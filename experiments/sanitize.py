@@ -197,7 +197,7 @@ def offload(device: torch.device, *, steps: int = 0, **engine: Any) -> tuple[flo
         made: Any = ResidentEngine(shape, stats)
         if on != "cpu":
             room = 2 if steps else 0
-            made = OffloadEngine(shape, ops=backend, stats=stats, step_tiles=room, **engine)
+            made = OffloadEngine(shape, ops=backend, stats=stats, step_slots=room, **engine)
         selector = selectors.build("random", density=0.5)
         rules = Rules(transfer=engine["transfer"] if on != "cpu" else "ring")
         decode = partial(Steps, budget_tokens=384) if steps else None

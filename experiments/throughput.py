@@ -13,7 +13,6 @@ tiny model.
 """
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -94,16 +93,6 @@ def write_environment(args: argparse.Namespace, torch: Any) -> None:
     command = " ".join(["python -m experiments.throughput", *sys.argv[1:]])
     known["command"] = [*before.get("command", []), command]
     path.write_text(json.dumps(known, indent=1) + "\n")
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """One more row of a CSV whose columns are fixed."""
-    new = not path.exists()
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, tables.COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

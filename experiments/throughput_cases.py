@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-SPARSE = {
-    "selector": "random",
-    "selector_options": {"density": 0.1, "per_kv_head_chunk": True},
-}
+
+def sparse(density: float) -> dict[str, Any]:
+    options = {"density": density, "per_kv_head_chunk": True}
+    return {"selector": "random", "selector_options": options}
+
+
+SPARSE = sparse(0.1)
 OFFLOAD = {"engine": "offload"}
 RING, GATHER = OFFLOAD | {"transfer": "ring"}, OFFLOAD | {"transfer": "gather"}
 FULL = {"selector": "full"}
@@ -34,18 +37,10 @@ PREFILL = [
     Case("resident sparse", SPARSE),
     Case("gather sparse", SPARSE | GATHER | {"digest": "resident_k"}),
 ]
-DENSER = {
-    "selector": "random",
-    "selector_options": {"density": 0.5, "per_kv_head_chunk": True},
-}
 MORE = [
-    Case("gather half, K off", DENSER | GATHER | {"digest": "none"}),
+    Case("gather half, K off", sparse(0.5) | GATHER | {"digest": "none"}),
     Case("gather sparse, K off", SPARSE | GATHER | {"digest": "none"}),
     Case("ring sparse", SPARSE | RING | {"digest": "resident_k"}),
-]
-SPARSE_ONLY = [
-    Case("resident sparse", SPARSE),
-    Case("gather sparse", SPARSE | GATHER | {"digest": "resident_k"}),
 ]
 CHUNKS = [
     Case(f"{name}, chunk {chunk}", settings | {"chunk_size": chunk})
@@ -106,7 +101,7 @@ CACHE = [
 GROUPS = {
     "prefill": PREFILL,
     "more": MORE,
-    "sparse": SPARSE_ONLY,
+    "sparse": PREFILL[3:],
     "chunks": CHUNKS,
     "slots": SLOTS,
     "ratios": RATIOS,

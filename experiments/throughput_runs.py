@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments import throughput
+from experiments import throughput_tables as tables
 from experiments.throughput_cases import Case
 from xsparse.attention import Session
 from xsparse.build import build
@@ -52,7 +52,7 @@ class Bench:
         self.warm: set[tuple] = set()
 
     def row(self, values: dict[str, Any], out: Path) -> None:
-        throughput.append(out / "throughput.csv", values)
+        tables.append(out / "throughput.csv", values)
         shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in values.items()}
         print(" ".join(f"{k}={v}" for k, v in shown.items() if v not in (None, "")), flush=True)
 
@@ -232,8 +232,8 @@ class Bench:
                 engine.append(layer, kv[0], kv[1].roll(layer, 1))
 
     def _replay(self, session: Session, length: int, steps: int) -> None:
-        """Scores that choose what a real model chose, spread over the longer context: its blocks
-        become runs of blocks, its layers and KV heads are used in turn."""
+        """Scores that choose as many blocks, and change them from step to step, as a real model
+        did: its blocks lie spread over the longer context, its layers and KV heads in turn."""
         s, steps_of = session.engine.shape, session.steps
         assert steps_of is not None
         with np.load(TRACE) as recorded:

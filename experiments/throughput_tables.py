@@ -19,6 +19,16 @@ MARKERS = ("<!-- throughput -->", "<!-- /throughput -->")
 Row = dict[str, Any]
 
 
+def append(path: Path, row: dict[str, Any]) -> None:
+    """One more row of a CSV whose columns are fixed."""
+    new = not path.exists()
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def read(path: Path) -> list[Row]:
     with open(path, newline="", encoding="utf-8") as file:
         return [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)]

@@ -51,7 +51,7 @@ def session(
         engine = ResidentEngine(shape, decode)
     else:
         room = (2 if keep else 1) * (budget // BLOCK - 1) if decode else 0
-        engine = OffloadEngine(shape, ops=made, stats=decode, step_tiles=room, **k)
+        engine = OffloadEngine(shape, ops=made, stats=decode, step_slots=room, **k)
     options = {} if selector == "full" else {"threshold": 0.6, "stride": 8}
     steps = partial(Steps, budget_tokens=budget, keep=keep) if decode else None
     return Session(engine, build(selector, **options), made, rules=rules, steps=steps)
@@ -221,7 +221,7 @@ def test_a_captured_step_decodes_what_eager_steps_do(case):
     want, counted = decode(False, (197, 30, 190), 210)
     got, again = decode(True, (197, 30, 190), 210)
     assert got == want
-    for name in ("decode_tiles", "decode_tiles_kept", "decode_bytes_h2d"):
+    for name in ("decode_tiles", "decode_tiles_kept", "decode_bytes_h2d", "decode_bytes_d2h"):
         assert counted.get(name, 0) == again.get(name, 0), name
 
 

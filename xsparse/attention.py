@@ -104,6 +104,7 @@ class Session:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float
     ) -> Tensor:
         outs, begin, tokens = [], 0, q.shape[1]
+        self.engine.make_room(self.engine.lengths[layer] + tokens)  # at once, not by chunks
         while begin < tokens:
             # Chunks end where blocks end, whatever the sequence's length was before.
             size = self.engine.shape.chunk_size

@@ -77,17 +77,17 @@ def make_engine(s: Settings, shape: CacheShape, backend: Any) -> Engine:
         shape,
         ops=backend,
         transfer=s.transfer,
-        ring_slots=s.ring_slots,
+        ring_slots=s.ring_slots if s.reads_through_ring else 0,
         digest=s.digest,
         digest_format=s.digest_format,
         stride=s.stride,
         stats=stats,
-        step_tiles=_step_tiles(s, shape) if s.decodes_sparsely else 0,
+        step_slots=_step_slots(s, shape) if s.decodes_sparsely else 0,
         limit_bytes=None if s.host_memory_gb is None else int(s.host_memory_gb * 1e9),
     )
 
 
-def _step_tiles(s: Settings, shape: CacheShape) -> int:
+def _step_slots(s: Settings, shape: CacheShape) -> int:
     """Tiles per layer and KV head that decode keeps room for: its budget, or what the cache has."""
     least = s.decode_budget_tokens // shape.block_size - 1
     if not s.decode_cache_gb:

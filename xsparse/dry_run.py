@@ -83,9 +83,11 @@ def _memory_gb(
     else:
         layer = cache / shape.layers
         chunk = kv_token / shape.layers * (config.chunk_size + 2 * config.page_size)
-        resident_k = config.settings().digest == "resident_k"  # then V alone is on the host
+        settings = config.settings()
+        resident_k = settings.digest == "resident_k"  # then V alone is on the host
         digest = cache / 2 if resident_k else 0.0
-        slots = config.ring_slots * min(SLOT_BYTES, layer)
+        ring = config.ring_slots if settings.reads_through_ring else 0
+        slots = ring * min(SLOT_BYTES, layer)
         on_device = weights + slots + 2 * chunk + digest + activations
         on_host = cache - digest
     if device.is_cuda:

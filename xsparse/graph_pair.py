@@ -2,8 +2,8 @@
 
 The design this project grew from: one graph for a chunk against itself and one against a window of
 earlier keys, with static inputs that are fed by copies. Parts of any other size (the partial last
-window, the tokens of decode) run eagerly. Decode has a pair of its own, since a graph is for one
-number of queries. What it gains over eager launches is measured in docs/offload.md.
+window, the tokens of decode) run eagerly. Decode has a non-causal graph of its own, since a graph
+is for one number of queries. What it gains over eager launches is measured in docs/offload.md.
 """
 
 from collections.abc import Callable

@@ -190,6 +190,12 @@ class Settings:
     def is_dense(self) -> bool:
         return self.selector == "full" and self.decode_selector == "full"
 
+    @property
+    def reads_through_ring(self) -> bool:
+        """Under offload: whether any part of a run reads pages through the ring of slots."""
+        dense = "full" in (self.selector, self.decode_selector)
+        return dense or self.transfer == "ring" or self.digest == "streamed"
+
     def dense(self) -> "Settings":
         """The baseline: everything read, K of history in the same place, so that a ratio of times
         is due to the selection and not to where K lies."""
@@ -216,8 +222,7 @@ class Settings:
         keys = ["selector", "engine", "chunk_size", "decode_selector", "cuda_graph", "ops_backend"]
         if offload:
             keys += ["block_size", "block_size_ratio", "digest", "transfer"]
-            if self.transfer == "ring" or self.is_dense or self.digest == "streamed":
-                keys += ["ring_slots"]
+            keys += ["ring_slots"] if self.reads_through_ring else []
         if self.digest == "strided_k":
             keys += ["stride"]
         if self.digest == "quantised_k":

@@ -48,21 +48,19 @@ class StepGraph:
         if self.graph is None or self.generation != engine.generation:
             # The first step runs eagerly: it compiles and allocates what capture must not.
             self._allocate()
-            self.ids.copy_(token)
-            self._step()
             ran = 1
+        self.ids.copy_(token)
+        self.steps.position.fill_(begin)
+        if ran:
+            self._step()
             if steps > 1:
                 self._capture()
-        else:
-            self.ids.copy_(token)
-            self.steps.position.fill_(begin)
         if steps > ran:
             assert self.graph is not None
+            engine.begin_steps()
             for _ in range(steps - ran):
                 self.graph.replay()
-            self.steps.count(begin + ran, steps - ran)
-            for layer in range(engine.shape.layers):
-                engine.advance(layer, steps - ran)
+            self._count(begin + ran, steps - ran)
         return self.found[begin + 1 : begin + 1 + steps]
 
     @torch.inference_mode(False)
@@ -76,14 +74,21 @@ class StepGraph:
 
     def _step(self) -> None:
         position = self.steps.position
-        if not self.steps.captured:
-            position.fill_(self.session.engine.length)
         logits = self.model(
             input_ids=self.ids, position_ids=position[None], logits_to_keep=1, **self.cache
         ).logits
         self.ids.copy_(logits[0, -1].argmax())
         position.add_(1)
         self.found.index_copy_(0, position, self.ids[0])
+
+    def _count(self, begin: int, steps: int) -> None:
+        """What replayed steps leave to the host."""
+        engine = self.session.engine
+        self.steps.count(begin, steps)
+        moved = engine.shape.layers * steps * engine.token_bytes_to_host
+        self.session.counters.add("decode_bytes_d2h", moved)
+        for layer in range(engine.shape.layers):
+            engine.advance(layer, steps)
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -13,7 +13,7 @@ from torch import Tensor
 from xsparse.counters import Counters
 from xsparse.kv.engine import Engine
 from xsparse.kv.resident import ResidentEngine
-from xsparse.ops.decode import Chosen, TileGeometry, empty_state
+from xsparse.ops.decode import Chosen, empty_state
 from xsparse.ops.tiles import BlockLists, KVTiles
 
 
@@ -55,16 +55,13 @@ class Steps:
             columns = self.budget + 1
             self.geometry = engine.geometry(self.budget)
             if self.chosen is None:
-                self._allocate(self.budget, self.geometry)
+                slots, halves = self.geometry.slots, self.geometry.halves
+                self.chosen = Chosen.allocate(s.q_heads, s.kv_heads, self.budget, halves, s.device)
+                self.states = [empty_state(s.kv_heads, slots, s.device) for _ in range(s.layers)]
+                if engine.name == "offload":
+                    self.counters.watch("decode_bytes_h2d", self.chosen.moved, s.tile_bytes)
         order = torch.arange(columns, dtype=torch.int32, device=s.device)
         self.columns = order.expand(s.q_heads, 1, -1).contiguous()
-
-    def _allocate(self, budget: int, geometry: TileGeometry) -> None:
-        s = self.engine.shape
-        self.chosen = Chosen.allocate(s.q_heads, s.kv_heads, budget, geometry.halves, s.device)
-        self.states = [empty_state(s.kv_heads, geometry.slots, s.device) for _ in range(s.layers)]
-        if self.engine.name == "offload":
-            self.counters.watch("decode_bytes_h2d", self.chosen.moved, s.tile_bytes)
 
     def reset(self) -> None:
         """Another sequence begins."""
@@ -81,7 +78,7 @@ class Steps:
         position = self.position
         ops.put_token(k, v, position, *engine.token_places(layer))
         if engine.stats is not None:
-            kind = engine.stats.kind
+            kind = engine.stats.name
             stats = engine.stats.stats(layer)
             ops.fold_token(k, position, stats, kind=kind, block_size=s.block_size)
         tiles, lists = self._read(layer, q, scaling)
@@ -103,7 +100,7 @@ class Steps:
             q,
             engine.stats.stats(layer),
             self.position,
-            kind=engine.stats.kind,
+            kind=engine.stats.name,
             block_size=s.block_size,
             scaling=scaling,
         )
@@ -124,6 +121,7 @@ class Steps:
         engine.make_room(position + 1)
         self.prepare()
         if layer == 0:
+            engine.begin_steps()
             self.position.fill_(position)
             self.count(position, 1)
 

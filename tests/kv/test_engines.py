@@ -169,6 +169,56 @@ def test_digests_show_k_of_the_whole_sequence():
                 assert [start for start, _ in got] == starts
 
 
+def test_growing_after_a_digest_failed_addresses_what_is_held(monkeypatch):
+    """With two digests the first may have grown when the second finds no room."""
+    engine = OffloadEngine(SHAPE, digest="resident_k", stats="minmax")
+    k, _ = fill(engine, [32, 5])
+
+    def fails(tokens):
+        raise torch.OutOfMemoryError("no memory left")
+
+    assert engine.stats is not None
+    monkeypatch.setattr(engine.stats, "reserve", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.reserve(4096)
+    place = engine.token_places(0)[0][0]
+    for head in range(HEADS):
+        assert torch.equal(place.rows[place.first + head * place.head + 36], k[0, head, 36])
+
+
+def test_tiles_of_a_capacity_stay_where_they_are():
+    """A captured graph holds their addresses until the engine says that its buffers are others."""
+    engine = ResidentEngine(SHAPE)
+    engine.reserve(128 * BLOCK)
+    before, generation = engine.all_tiles(0), engine.generation
+    for blocks in range(1, 128):  # as many lengths of a prompt
+        engine.lengths[0] = blocks * BLOCK
+        list(engine.windows(0, torch.ones(1), None))
+    after = engine.all_tiles(0)
+    assert engine.generation == generation
+    for name in ("k_index", "v_index", "blocks"):
+        assert getattr(before, name).data_ptr() == getattr(after, name).data_ptr()
+
+
+def test_capacity_doubles_only_where_the_host_has_room():
+    layer_pages = SHAPE.layers * 4
+    limit = layer_pages * SHAPE.page_bytes(1) * 3 // 2
+    engine = OffloadEngine(SHAPE, digest="resident_k", limit_bytes=limit)
+    engine.reserve(4 * SHAPE.page_size)
+    engine.make_room(4 * SHAPE.page_size + 1)
+    assert engine.capacity == 5 * SHAPE.page_size
+
+
+def test_a_slot_is_free_once_after_a_reset():
+    engine = OffloadEngine(SHAPE, digest="none", ring_slots=2)
+    fill(engine, [32, 32, 5])
+    parts = engine.dense_parts(LAYERS - 1)
+    next(parts)
+    engine.reset()
+    parts.close()
+    assert len(engine.ring.free) == 2
+
+
 def test_streaming_keys_twice_costs_their_bytes_twice():
     engine = OffloadEngine(SHAPE, digest="streamed")
     fill(engine, [32, 32, 32])
@@ -205,7 +255,7 @@ def test_memory_counts_every_buffer():
     assert memory.host == {"pages": LAYERS * 4 * page // 2}  # V alone
     assert memory.digest == LAYERS * 4 * page // 2
     assert memory.device == {
-        "chunks_and_windows": 2 * 3 * page // 2,
+        "chunks_and_windows": 2 * 2 * page // 2,
         "tail": LAYERS * HEADS * BLOCK * D * 4,
         "ring": 3 * 4 * page // 2,  # a slot takes as many pages as there are, up to 128 MiB
     }

@@ -115,11 +115,6 @@ class BlockStats(Digest):
     """Numbers per block and feature. They may be kept beside a digest that holds K itself, and
     decode kernels rewrite the open block's in place."""
 
-    @property
-    def kind(self) -> str:
-        """Which numbers: "minmax" or "block_mean"."""
-        return self.name
-
     def stats(self, layer: int) -> Tensor:
         """[numbers, kv_heads, blocks there is room for, head_dim]"""
         return self.layers[layer][0]

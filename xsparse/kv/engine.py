@@ -113,9 +113,13 @@ class Engine(ABC):
         """
 
     def make_room(self, end: int) -> None:
-        """Before appending up to `end`: where nobody reserved, capacity doubles."""
-        if end > self.capacity:
-            self.reserve(max(end, 2 * self.capacity))
+        """Before appending up to `end`: where nobody reserved, capacity doubles if it may."""
+        if self.capacity < end < 2 * self.capacity:
+            try:
+                return self.reserve(2 * self.capacity)
+            except MemoryError:  # refused before anything was touched
+                pass
+        self.reserve(end)
 
     @abstractmethod
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -147,6 +151,11 @@ class Engine(ABC):
         """Bytes one token of one layer sends to the host."""
         return 0
 
+    def begin_steps(self) -> None:
+        """Before the first layer of a step, never inside a captured graph: what appended tokens
+        left to do must not overtake the steps."""
+        return  # where nothing is copied beside the computation
+
     def advance(self, layer: int, tokens: int = 1) -> None:
         """Say that tokens have been put at `token_places`."""
         self.lengths[layer] += tokens
@@ -170,4 +179,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give every buffer of the sequence back."""
+        """Give every buffer that grows with the sequence back."""

@@ -73,6 +73,7 @@ class Gathered:
         half = s.kv_heads * s.block_size_ratio
         sources = torch.stack([tile + t * half for t in range(self.halves)], -1).flatten(1)
         counts = [(counts - turn * room).clamp(0, room) * self.halves for turn in range(rounds)]
+        self.lane.keeps(sources, *counts)  # attention may fail while a gather still reads them
         ready = compute_mark(device)
 
         def load(i: int) -> None:

@@ -4,7 +4,8 @@ Layout `[layer][page][K|V][kv_head][sub_block][block_size][head_dim]`, without t
 stays on the device: one page of one layer is contiguous, so are its halves, and so is every tile.
 
 Pinning is slow (seconds for tens of GB), so memory is taken in the size that is needed, touched by
-all cores, pinned in one piece, and the last piece given back is used again if it is large enough.
+all cores, pinned in one piece, and the largest piece given back is used again for a store of
+half its size or more.
 """
 
 import logging
@@ -72,7 +73,7 @@ class HostMemory:
 
 
 class HostPool:
-    """The last piece of pinned memory given back, for whoever comes next."""
+    """The largest piece of pinned memory given back, until a store comes that it does not suit."""
 
     def __init__(self):
         self.kept: HostMemory | None = None

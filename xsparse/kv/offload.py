@@ -35,7 +35,7 @@ from xsparse.ops.tiles import KVTiles
 
 class OffloadEngine(Engine):
     """transfer: "ring" or "gather"; digest: a name of `kv.digests.DIGESTS`; ring_slots >= 2;
-    stats: statistics of blocks, beside the digest or the digest itself; step_tiles: room on the
+    stats: statistics of blocks, beside the digest or the digest itself; step_slots: room on the
     device for decode's tiles, per layer and KV head (0: decode reads everything through the ring)
     """
 
@@ -52,7 +52,7 @@ class OffloadEngine(Engine):
         digest_format: str = "int8",
         stride: int = 8,
         stats: str | None = None,
-        step_tiles: int = 0,
+        step_slots: int = 0,
         limit_bytes: int | None = None,
     ):
         self.digest = DIGESTS[digest](shape, stride, digest_format)
@@ -74,9 +74,9 @@ class OffloadEngine(Engine):
         self.history_written: list[Mark] = [None] * s.layers
         self.digested = [0] * s.layers  # tokens the digest was shown
         # The block being filled is the last of each head's tiles; decode's tiles lie before it.
-        self.step_slots = step_tiles
+        self.step_slots = step_slots
         self.tail = self._zeros(
-            s.layers, self.halves, s.kv_heads, step_tiles + 1, s.block_size, s.head_dim
+            s.layers, self.halves, s.kv_heads, step_slots + 1, s.block_size, s.head_dim
         )
         self._head = torch.arange(s.kv_heads, dtype=torch.int32, device=s.device)[:, None]
 
@@ -92,12 +92,15 @@ class OffloadEngine(Engine):
         capacity = s.pages(tokens) * s.page_size
         self._settle()
         fresh = HostStore(s, self.halves, capacity // s.page_size, self.limit_bytes)
+        before = [kept.layers for kept in self.digests]
         try:
             # Buffers of the device first: if it has no room for them, all stays as it was.
             pool, slots = self._device_buffers(capacity)
             for kept in self.digests:
                 kept.reserve(capacity)
         except BaseException:
+            for kept, layers in zip(self.digests, before, strict=True):
+                kept.layers = layers
             fresh.close()
             raise
         if self.store is not None:
@@ -122,8 +125,8 @@ class OffloadEngine(Engine):
 
     @property
     def _chunk_pages(self) -> int:
-        # A chunk may start and end inside a page, and take an open block in front.
-        return self.shape.pages(self.shape.chunk_size) + 2
+        # A chunk may start inside a page and take an open block in front.
+        return self.shape.pages(self.shape.chunk_size) + 1
 
     def _install(self, pool: Tensor, slots: list[Tensor]) -> None:
         s = self.shape
@@ -162,7 +165,8 @@ class OffloadEngine(Engine):
         statistics up to date, nothing else."""
         s = self.shape
         begin = self.digested[layer] // s.block_size * s.block_size
-        if begin >= end or self.k is not None or self.digest is self.stats:
+        keeps = bool(self.digest.layers[layer])
+        if begin >= end or not keeps or self.k is not None or self.digest is self.stats:
             return
         assert self.store is not None
         self._settle()
@@ -170,6 +174,9 @@ class OffloadEngine(Engine):
         k = _in_order(self.store.data[layer, first:stop, 0])
         k = k[:, begin - first * s.page_size : end - first * s.page_size]
         self.digest.store(layer, begin, k.to(s.device))
+
+    def begin_steps(self) -> None:
+        compute_waits(self.d2h.mark(), self.shape.device)  # the open block is copied as a whole
 
     def advance(self, layer: int, tokens: int = 1) -> None:
         super().advance(layer, tokens)

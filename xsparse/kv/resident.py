@@ -23,7 +23,6 @@ class ResidentEngine(Engine):
     def __init__(self, shape, stats: str | None = None):
         super().__init__(shape, block_stats(stats, shape) if stats else None)
         self.cache: list[Tensor] = []
-        self._index: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.inference_mode(False)  # or the cache could not be reset outside inference mode
     def reserve(self, tokens: int) -> None:
@@ -51,7 +50,12 @@ class ResidentEngine(Engine):
             fresh.append(new)
         self.cache, self.capacity = fresh, capacity
         self.generation += 1
-        self._index.clear()
+        blocks = capacity // s.block_size
+        numbers = torch.arange(blocks, dtype=torch.int32, device=s.device)
+        heads = torch.arange(s.kv_heads, dtype=torch.int32, device=s.device)[:, None]
+        k_index = heads * blocks + numbers
+        # Of every block there is room for: captured graphs hold these addresses.
+        self._tiles = (k_index, k_index + s.kv_heads * blocks, numbers.repeat(s.kv_heads, 1))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         start = self.lengths[layer]
@@ -72,8 +76,7 @@ class ResidentEngine(Engine):
         s = self.shape
         blocks = s.blocks(self.lengths[layer])
         pool = self.cache[layer].view(-1, s.block_size, s.head_dim)
-        k_index, v_index, numbers = self._indices(blocks)
-        every = KVTiles(pool, pool, k_index, v_index, numbers)
+        every = KVTiles(pool, pool, *(tiles[:, :blocks] for tiles in self._tiles))
         yield Window(every, range(s.kv_heads), None, only=True)
 
     def dense_parts(self, layer: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -102,7 +105,7 @@ class ResidentEngine(Engine):
         """Every block there is room for, as columns in order."""
         s = self.shape
         pool = self.cache[layer].view(-1, s.block_size, s.head_dim)
-        return KVTiles(pool, pool, *self._indices(self.capacity // s.block_size))
+        return KVTiles(pool, pool, *self._tiles)
 
     def step_tiles(self, layer: int, chosen: Chosen) -> KVTiles:
         s = self.shape
@@ -124,24 +127,11 @@ class ResidentEngine(Engine):
             self.stats.reset()
 
     def close(self) -> None:
+        super().reset()
         self.cache, self.capacity = [], 0
         self.generation += 1
-        self._index.clear()
         if self.stats is not None:
             self.stats.layers = []
-
-    def _indices(self, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-        if blocks not in self._index:
-            if len(self._index) > 64:
-                self._index.clear()
-            s = self.shape
-            per_head = self.capacity // s.block_size
-            numbers = torch.arange(blocks, dtype=torch.int32, device=s.device)
-            heads = torch.arange(s.kv_heads, dtype=torch.int32, device=s.device)[:, None]
-            k_index = heads * per_head + numbers
-            v_index = k_index + s.kv_heads * per_head
-            self._index[blocks] = (k_index, v_index, numbers.expand(s.kv_heads, -1).contiguous())
-        return self._index[blocks]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ class Ring:
                     yield load, slot.data[: len(load.pages)]
                 finally:
                     slot.used = compute_mark(self.device)
-                    self.free.append(slot)
+                    if slot not in self.free:  # unless the ring was reset meanwhile
+                        self.free.append(slot)
             fill()
 
         fill()
@@ -128,9 +129,7 @@ class Ring:
     def drop(self) -> None:
         """Forget what was copied ahead."""
         while self.ahead:
-            _, slot = self.ahead.popleft()
-            slot.used = slot.loaded  # nobody read it, but the next copy must come after this one
-            self.free.append(slot)
+            self.free.append(self.ahead.popleft()[1])  # unread; copies are in order anyway
 
     def reset(self) -> None:
         """After every copy and reader is done."""

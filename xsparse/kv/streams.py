@@ -27,6 +27,12 @@ class CopyLane:
         if self.stream and mark:
             self.stream.wait_event(mark)
 
+    def keeps(self, *tensors: torch.Tensor) -> None:
+        """Memory of the compute stream that is not used again before this lane is done with it."""
+        if self.stream:
+            for t in tensors:
+                t.record_stream(self.stream)
+
     def mark(self) -> Mark:
         return self.stream.record_event() if self.stream else None
 

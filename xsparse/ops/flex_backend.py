@@ -30,7 +30,6 @@ from xsparse.ops.triton_backend import (
     merge_states,
     merge_stats,
     put_token,
-    select_block_lists,
     select_blocks,
     step_scores,
 )

@@ -8,7 +8,7 @@ from xsparse.attention import Session
 from xsparse.build import build
 from xsparse.counters import density
 from xsparse.hf import bound
-from xsparse.settings import Settings
+from xsparse.settings import Settings, check_type
 
 
 class Stats:
@@ -85,7 +85,8 @@ def attach(
     name; offload: K and V in host memory; settings: the fields of `xsparse.settings.Settings`
     (threshold, stride, block_size, chunk_size, decode_selector, ...), other names being options
     of the selector. One unpadded sequence at a time. Yields Stats; the model is restored on exit,
-    also after an exception. Raises ValueError for what is not supported or does not fit.
+    also after an exception. Raises ValueError for what is not supported, and, when a prompt comes,
+    MemoryError if K and V do not fit in host memory.
     """
     for key, instead in (
         ("engine", "offload=True"),
@@ -93,6 +94,7 @@ def attach(
     ):
         if key in settings:
             raise ValueError(f"{key}={settings[key]}: allowed is {instead}")
+    check_type("offload", offload, "bool")
     if settings.get("cuda_graph") == "step":
         raise ValueError("cuda_graph=step: allowed is none | pair; `generate` runs step by step")
     fields = Settings.__dataclass_fields__

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -24,23 +25,42 @@ NAME = "xsparse"
 HARMLESS = {"position_ids", "cache_position", "use_cache", "position_embeddings", "is_causal"}
 
 
+class Binding:
+    """A session and a model for the length of a block. pending: layers whose new keys and values
+    passed the cache and wait for attention."""
+
+    def __init__(self, session: Session):
+        self._session: Session | None = session
+        self.pending: set[int] = set()
+        self.foreign: WeakSet[Cache] = WeakSet()  # caches of others that came with a sequence
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            raise ValueError("xsparse: the block that this cache belongs to was left")
+        return self._session
+
+    def end(self) -> None:
+        self._session = None
+
+
 class SessionLayer(DynamicLayer):
     """A cache layer that keeps nothing itself: the engine does."""
 
-    def __init__(self, session: Session, layer: int):
+    def __init__(self, binding: Binding, layer: int):
         super().__init__()
-        self.session, self.layer = session, layer
-        self.pending = False
+        self.binding, self.layer = binding, layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        self.pending = True
+        assert self.binding.session
+        self.binding.pending.add(self.layer)
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
-        return self.session.engine.lengths[self.layer]
+        return self.binding.session.engine.lengths[self.layer]
 
     def reset(self) -> None:
-        self.session.reset()
+        self.binding.session.reset()
 
     def crop(self, *args: Any) -> None:
         raise ValueError("xsparse: a cache cannot be cropped (assisted decoding is not supported)")
@@ -49,13 +69,13 @@ class SessionLayer(DynamicLayer):
 
 
 class SessionCache(Cache):
-    """What the model sees as its cache."""
+    """What the model sees as its cache. sequence: the one it continues, by the engine's count;
+    None: whichever the session is at, for who drives the session itself."""
 
-    def __init__(self, session: Session):
-        super().__init__(
-            layers=[SessionLayer(session, i) for i in range(session.engine.shape.layers)]
-        )
-        self.session = session
+    def __init__(self, binding: Binding, sequence: int | None):
+        layers = range(binding.session.engine.shape.layers)
+        super().__init__(layers=[SessionLayer(binding, i) for i in layers])
+        self.binding, self.sequence = binding, sequence
 
 
 def cache_shape(
@@ -81,26 +101,28 @@ def cache_shape(
 def bound(model: PreTrainedModel, session: Session) -> Iterator[SessionCache]:
     """The model attends through `session` inside the body; restored on exit, also after an error.
 
-    Every forward call gets the session's cache. A call that brings no cache of this session begins
-    a new sequence. Raises ValueError for a model, a batch or an argument that is not supported.
+    A call that brings no cache of this session begins a new sequence and returns the cache that
+    continues it. The cache that is yielded continues whatever the session holds. Raises ValueError
+    for a model, a batch, a cache or an argument that is not supported.
     """
     check_supported(model.config, type(model))
     if getattr(model, "_xsparse_bound", False):
         raise ValueError("xsparse: the model is attached already; leave that context first")
     modules = _attention_modules(model)
-    cache = SessionCache(session)
+    binding = Binding(session)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     before = model.config._attn_implementation
     key = cache_argument(model)
-    hook = model.register_forward_pre_hook(_on_forward(cache, key), with_kwargs=True)
+    hook = model.register_forward_pre_hook(_on_forward(binding, key), with_kwargs=True)
     try:
         model.config._attn_implementation = NAME
         model._xsparse_bound = True  # type: ignore[assignment]
         for module in modules:
-            module._xsparse = cache  # type: ignore[assignment]
-        yield cache
+            module._xsparse = binding  # type: ignore[assignment]
+        yield SessionCache(binding, None)
     finally:
+        binding.end()
         hook.remove()
         model.config._attn_implementation = before
         del model._xsparse_bound
@@ -120,7 +142,7 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def _on_forward(cache: SessionCache, key: str):
+def _on_forward(binding: Binding, key: str):
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
@@ -131,24 +153,36 @@ def _on_forward(cache: SessionCache, key: str):
             raise ValueError("xsparse: pass the cache by keyword, not by position")
         given = {name: kwargs.pop(name, None) for name in ("cache", "past_key_values")}
         brought = next((c for c in given.values() if c is not None), None)
-        session = cache.session
-        if brought is not cache:
-            if brought is not None and brought.get_seq_length():
-                raise ValueError("xsparse: a filled cache of another kind cannot be continued")
+        session, engine = binding.session, binding.session.engine
+        binding.pending.clear()
+        if not isinstance(brought, SessionCache) or brought.binding is not binding:
+            _check_foreign(brought, binding)
             session.reset()
-        elif len(set(session.engine.lengths)) > 1:
+            brought = SessionCache(binding, engine.sequence)
+        elif brought.sequence not in (None, engine.sequence):
+            raise ValueError("xsparse: this cache is of an earlier sequence, which is gone")
+        elif len(set(engine.lengths)) > 1:
             raise ValueError(
                 "xsparse: the last forward did not finish; begin a new sequence (without its cache)"
             )
         if ids is not None:
-            session.decoding = (
-                session.phase == "auto" and ids.shape[1] == 1 and (session.engine.length > 0)
-            )
-        kwargs[key] = cache
+            session.decoding = session.phase == "auto" and ids.shape[1] == 1 and (engine.length > 0)
+        kwargs[key] = brought
         kwargs["use_cache"] = True
         return args, kwargs
 
     return hook
+
+
+def _check_foreign(cache: Cache | None, binding: Binding) -> None:
+    """`generate` brings an empty cache with each prompt; it stays empty, for ours is used."""
+    if cache is None:
+        return
+    if cache.get_seq_length():
+        raise ValueError("xsparse: a filled cache of another kind cannot be continued")
+    if cache in binding.foreign:
+        raise ValueError("xsparse: this cache is empty; pass the cache that the call returned")
+    binding.foreign.add(cache)
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -168,8 +202,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query: [1, q_heads, C, d]; key, value: [1, kv_heads, C, d] -> [1, C, q_heads, d]."""
-    cache = module.__dict__.get("_xsparse")
-    if cache is None:
+    binding = module.__dict__.get("_xsparse")
+    if binding is None:
         raise ValueError("xsparse: this model is not attached")
     layer: int = module.layer_idx  # type: ignore[assignment]
     unknown = [n for n, x in kwargs.items() if x is not None and n not in HARMLESS]
@@ -184,10 +218,9 @@ def _attention(
         raise ValueError(f"xsparse: dropout={dropout}: allowed is 0 (call model.eval())")
     if query.requires_grad:
         raise ValueError("xsparse: gradients are not supported; use torch.no_grad()")
-    held = cache.layers[layer]
-    if not held.pending:
+    if layer not in binding.pending:
         raise ValueError("xsparse: call the attached model itself, not an inner module")
-    held.pending = False
+    binding.pending.remove(layer)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = cache.session.attend(layer, query[0], key[0], value[0], scale)
+    out = binding.session.attend(layer, query[0], key[0], value[0], scale)
     return out.transpose(0, 1).unsqueeze(0), None

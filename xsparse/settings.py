@@ -95,7 +95,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, spec in self.__dataclass_fields__.items():
-            check_type(name, getattr(self, name), str(spec.type))
+            check_type(name, getattr(self, name), getattr(spec.type, "__name__", str(spec.type)))
         try:
             self.threshold = parse_threshold(self.threshold)
         except TypeError as error:

@@ -97,6 +97,7 @@ class Engine(ABC):
         self.traffic = Traffic()
         self.capacity = 0
         self.generation = 0  # of the buffers: whoever holds their addresses must look again
+        self.sequence = 0  # how many were forgotten so far: whoever continues one must look again
         # Who times the engine sets this; stages are "transfer" and "sync".
         self.stage: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
 
@@ -176,6 +177,7 @@ class Engine(ABC):
         """Forget the sequence; buffers stay."""
         self.lengths = [0] * self.shape.layers
         self.traffic = Traffic()
+        self.sequence += 1
 
     @abstractmethod
     def close(self) -> None:

@@ -8,7 +8,7 @@ from xsparse.attention import Session
 from xsparse.build import build
 from xsparse.counters import density
 from xsparse.hf import bound
-from xsparse.settings import Settings, check_type
+from xsparse.settings import Settings, check_type, refuse
 
 
 class Stats:
@@ -84,9 +84,10 @@ def attach(
     model: a transformers decoder (llama, mistral, qwen2, qwen3 families); selector: a registered
     name; offload: K and V in host memory; settings: the fields of `xsparse.settings.Settings`
     (threshold, stride, block_size, chunk_size, decode_selector, ...), other names being options
-    of the selector. One unpadded sequence at a time. Yields Stats; the model is restored on exit,
-    also after an exception. Raises ValueError for what is not supported, and, when a prompt comes,
-    MemoryError if K and V do not fit in host memory.
+    of the selector. One unpadded sequence at a time: the cache that a call returns goes on with
+    it, until another begins or the block is left. Yields Stats; the model is restored on exit, also
+    after an exception. Raises ValueError, in one line, for what is not supported, and MemoryError,
+    when a prompt comes, if K and V do not fit in host memory or in host_memory_gb.
     """
     for key, instead in (
         ("engine", "offload=True"),
@@ -94,9 +95,8 @@ def attach(
     ):
         if key in settings:
             raise ValueError(f"{key}={settings[key]}: allowed is {instead}")
-    check_type("offload", offload, "bool")
-    if settings.get("cuda_graph") == "step":
-        raise ValueError("cuda_graph=step: allowed is none | pair; `generate` runs step by step")
+    check_type("offload", offload, bool)
+    _check_graph(settings.get("cuda_graph", "none"), model.device.type, offload)
     fields = Settings.__dataclass_fields__
     known = {key: value for key, value in settings.items() if key in fields}
     options = {key: value for key, value in settings.items() if key not in fields}
@@ -111,3 +111,11 @@ def attach(
     finally:
         stats.freeze()
         session.engine.close()
+
+
+def _check_graph(value: Any, device: str, offload: bool) -> None:
+    """Before anything is built. `generate` runs step by step, so a whole step is no graph here."""
+    if device != "cuda" and value != "none":
+        refuse("cuda_graph", value, f"none on {device}")
+    if value not in (("none", "pair") if offload else ("none",)):
+        refuse("cuda_graph", value, "none, or pair with offload=True")

@@ -26,12 +26,12 @@ HARMLESS = {"position_ids", "cache_position", "use_cache", "position_embeddings"
 
 
 class Binding:
-    """A session and a model for the length of a block. pending: layers whose new keys and values
-    passed the cache and wait for attention."""
+    """A session and a model for the length of a block. running: inside a call of that model, the
+    only place where a cache layer may give less than all keys."""
 
     def __init__(self, session: Session):
         self._session: Session | None = session
-        self.pending: set[int] = set()
+        self.running = False
         self.foreign: WeakSet[Cache] = WeakSet()  # caches of others that came with a sequence
 
     @property
@@ -40,6 +40,18 @@ class Binding:
             raise ValueError("xsparse: the block that this cache belongs to was left")
         return self._session
 
+    def held(self, sequence: int | None) -> Session:
+        """The session, if it still holds that sequence (None: whichever it holds)."""
+        if sequence not in (None, self.session.engine.sequence):
+            raise ValueError("xsparse: this cache is of an earlier sequence, which is gone")
+        return self.session
+
+    def check_running(self) -> None:
+        if not self.running:
+            raise ValueError(
+                "xsparse: call the attached model itself, not an inner module or another model"
+            )
+
     def end(self) -> None:
         self._session = None
 
@@ -47,25 +59,29 @@ class Binding:
 class SessionLayer(DynamicLayer):
     """A cache layer that keeps nothing itself: the engine does."""
 
-    def __init__(self, binding: Binding, layer: int):
+    def __init__(self, binding: Binding, sequence: int | None, layer: int):
         super().__init__()
-        self.binding, self.layer = binding, layer
+        self.binding, self.sequence, self.layer = binding, sequence, layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        assert self.binding.session
-        self.binding.pending.add(self.layer)
+        self.binding.held(self.sequence)
+        self.binding.check_running()
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
-        return self.binding.session.engine.lengths[self.layer]
+        return self.binding.held(self.sequence).engine.lengths[self.layer]
 
     def reset(self) -> None:
-        self.binding.session.reset()
+        if self.layer == 0:  # called for each layer
+            self.binding.held(self.sequence).reset()
 
     def crop(self, *args: Any) -> None:
         raise ValueError("xsparse: a cache cannot be cropped (assisted decoding is not supported)")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = crop  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError("xsparse: a cache cannot be copied or saved; K and V are not in it")
 
 
 class SessionCache(Cache):
@@ -74,7 +90,7 @@ class SessionCache(Cache):
 
     def __init__(self, binding: Binding, sequence: int | None):
         layers = range(binding.session.engine.shape.layers)
-        super().__init__(layers=[SessionLayer(binding, i) for i in layers])
+        super().__init__(layers=[SessionLayer(binding, sequence, i) for i in layers])
         self.binding, self.sequence = binding, sequence
 
 
@@ -114,7 +130,10 @@ def bound(model: PreTrainedModel, session: Session) -> Iterator[SessionCache]:
     AttentionMaskInterface.register(NAME, _mask)
     before = model.config._attn_implementation
     key = cache_argument(model)
-    hook = model.register_forward_pre_hook(_on_forward(binding, key), with_kwargs=True)
+    hooks = (
+        model.register_forward_pre_hook(_on_forward(binding, key), with_kwargs=True),
+        model.register_forward_hook(_after_forward(binding), always_call=True),
+    )
     try:
         model.config._attn_implementation = NAME
         model._xsparse_bound = True  # type: ignore[assignment]
@@ -123,7 +142,8 @@ def bound(model: PreTrainedModel, session: Session) -> Iterator[SessionCache]:
         yield SessionCache(binding, None)
     finally:
         binding.end()
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         model.config._attn_implementation = before
         del model._xsparse_bound
         for module in modules:
@@ -154,14 +174,14 @@ def _on_forward(binding: Binding, key: str):
         given = {name: kwargs.pop(name, None) for name in ("cache", "past_key_values")}
         brought = next((c for c in given.values() if c is not None), None)
         session, engine = binding.session, binding.session.engine
-        binding.pending.clear()
         if not isinstance(brought, SessionCache) or brought.binding is not binding:
-            _check_foreign(brought, binding)
+            foreign = brought
+            _check_foreign(foreign, binding)
             session.reset()
             brought = SessionCache(binding, engine.sequence)
-        elif brought.sequence not in (None, engine.sequence):
-            raise ValueError("xsparse: this cache is of an earlier sequence, which is gone")
-        elif len(set(engine.lengths)) > 1:
+            if foreign is not None:  # behind the block it would pass for one that is empty
+                foreign.layers = brought.layers
+        elif len(set(binding.held(brought.sequence).engine.lengths)) > 1:
             raise ValueError(
                 "xsparse: the last forward did not finish; begin a new sequence (without its cache)"
             )
@@ -169,19 +189,29 @@ def _on_forward(binding: Binding, key: str):
             session.decoding = session.phase == "auto" and ids.shape[1] == 1 and (engine.length > 0)
         kwargs[key] = brought
         kwargs["use_cache"] = True
+        binding.running = True
         return args, kwargs
 
     return hook
 
 
+def _after_forward(binding: Binding):
+    def hook(*_: Any) -> None:
+        binding.running = False
+
+    return hook
+
+
 def _check_foreign(cache: Cache | None, binding: Binding) -> None:
-    """`generate` brings an empty cache with each prompt; it stays empty, for ours is used."""
+    """`generate` brings an empty cache with each prompt; it holds nothing, for ours is used."""
     if cache is None:
         return
-    if cache.get_seq_length():
-        raise ValueError("xsparse: a filled cache of another kind cannot be continued")
+    if not isinstance(getattr(cache, "layers", None), list):
+        raise ValueError(f"xsparse: a cache of type {type(cache).__name__} is not supported")
     if cache in binding.foreign:
-        raise ValueError("xsparse: this cache is empty; pass the cache that the call returned")
+        raise ValueError("xsparse: this cache holds nothing; pass the cache that the call returned")
+    if cache.get_seq_length() or isinstance(cache, SessionCache):
+        raise ValueError("xsparse: a filled cache of another kind cannot be continued")
     binding.foreign.add(cache)
 
 
@@ -218,9 +248,7 @@ def _attention(
         raise ValueError(f"xsparse: dropout={dropout}: allowed is 0 (call model.eval())")
     if query.requires_grad:
         raise ValueError("xsparse: gradients are not supported; use torch.no_grad()")
-    if layer not in binding.pending:
-        raise ValueError("xsparse: call the attached model itself, not an inner module")
-    binding.pending.remove(layer)
+    binding.check_running()
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = binding.session.attend(layer, query[0], key[0], value[0], scale)
     return out.transpose(0, 1).unsqueeze(0), None

@@ -5,7 +5,7 @@ identifies a run) and which settings the dense baseline has. Imports no torch.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,19 @@ from xsparse import selectors
 
 # No sequence is longer; a number beyond it is a slip, and would only fail later and less clearly.
 MOST_TOKENS = 1 << 24
-RULES = ("any", "vote", "mean_score")
 DIGESTS = ("none", "streamed", "resident_k", "quantised_k", "strided_k", "minmax", "block_mean")
-FORMATS = ("int8", "int4", "fp8")
-DECODE_SELECTORS = ("full", "minmax", "block_mean")
-GRAPHS = ("none", "pair", "step")
-BACKENDS = ("auto", "torch", "triton", "flex", "fa4", "naive")
+CHOICES = {
+    "engine": ("resident", "offload"),
+    "transfer": ("ring", "gather"),
+    "digest_format": ("int8", "int4", "fp8"),
+    **dict.fromkeys(
+        ("reduce_heads", "reduce_queries", "reduce_sub_blocks"), ("any", "vote", "mean_score")
+    ),
+    "attend": ("mask", "set"),
+    "decode_selector": ("full", "minmax", "block_mean"),
+    "cuda_graph": ("none", "pair", "step"),
+    "ops_backend": ("auto", "torch", "triton", "flex", "fa4", "naive"),
+}
 # What the exact-mass diagnostic can read.
 MASS_RECALL = ("resident_k", "streamed")
 
@@ -31,7 +38,7 @@ def refuse(key: str, value: Any, allowed: str) -> None:
     raise ConfigError(f"{key}={value}: allowed is {allowed}")
 
 
-def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+def one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         refuse(key, value, " | ".join(allowed))
 
@@ -50,8 +57,12 @@ def between(key: str, value: float, low: float, high: float) -> None:
 TYPES = {"int": "an integer", "str": "a word", "bool": "true or false", "float": "a number"}
 
 
-def check_type(key: str, value: Any, declared: str) -> None:
-    """Refuse a value that is not of the declared type; a bool is no integer here."""
+def check_type(key: str, value: Any, declared: Any) -> None:
+    """Refuse a value that is not of the declared type; a bool is no number here.
+
+    declared: the annotation of a field, a type or its text; others than TYPES are not checked
+    """
+    declared = declared.__name__ if isinstance(declared, type) else str(declared)
     if declared.endswith("| None"):
         if value is None:
             return
@@ -61,7 +72,7 @@ def check_type(key: str, value: Any, declared: str) -> None:
         return
     wrong = not isinstance(value, kinds[declared])
     if wrong or (isinstance(value, bool) and declared != "bool"):
-        refuse(key, value, TYPES[declared])
+        refuse(key, value, f"{TYPES[declared]}, not {type(value).__name__}")
 
 
 @dataclass
@@ -94,8 +105,10 @@ class Settings:
     mass_recall: bool = False
 
     def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            one_of(name, getattr(self, name), choices)
         for name, spec in self.__dataclass_fields__.items():
-            check_type(name, getattr(self, name), getattr(spec.type, "__name__", str(spec.type)))
+            check_type(name, getattr(self, name), spec.type)
         try:
             self.threshold = parse_threshold(self.threshold)
         except TypeError as error:
@@ -108,14 +121,6 @@ class Settings:
             refuse("stride", self.stride, f"a divisor of block_size={self.block_size}")
         if self.chunk_size % self.block_size:
             refuse("chunk_size", self.chunk_size, f"a multiple of block_size={self.block_size}")
-        for key in ("reduce_heads", "reduce_queries", "reduce_sub_blocks"):
-            one_of(key, getattr(self, key), RULES)
-        one_of("attend", self.attend, ("mask", "set"))
-        one_of("transfer", self.transfer, ("ring", "gather"))
-        one_of("engine", self.engine, ("resident", "offload"))
-        one_of("decode_selector", self.decode_selector, DECODE_SELECTORS)
-        one_of("digest_format", self.digest_format, FORMATS)
-        one_of("ops_backend", self.ops_backend, BACKENDS)
         if self.host_memory_gb is not None and not 0 < self.host_memory_gb < math.inf:
             refuse("engine.host_memory_gb", self.host_memory_gb, "> 0, or null for what is free")
         if self.decodes_sparsely and self.decode_budget_tokens < 3 * self.block_size:
@@ -152,7 +157,6 @@ class Settings:
         if self.decode_cache_gb and not (offload and self.decodes_sparsely):
             allowed = "0 unless engine=offload and decode_selector is minmax | block_mean"
             refuse("decode_cache_gb", self.decode_cache_gb, allowed)
-        one_of("cuda_graph", self.cuda_graph, GRAPHS)
         if self.cuda_graph == "step" and offload and not self.decodes_sparsely:
             allowed = "none | pair where everything is read over the link (decode_selector=full)"
             refuse("cuda_graph", self.cuda_graph, allowed)
@@ -165,6 +169,10 @@ class Settings:
             if key in self.selector_options:
                 value = self.selector_options[key]
                 refuse(f"selector.{key}", value, f"{key}={value}, a key of its own")
+        own: Any = selectors.get(self.selector)
+        declared = {spec.name: spec.type for spec in fields(own)}
+        for key, value in self.selector_options.items():
+            check_type(f"selector.{key}", value, declared.get(key))
         return selectors.build(
             self.selector,
             threshold=self.threshold if threshold is None else threshold,

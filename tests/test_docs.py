@@ -438,7 +438,7 @@ LEVELS = (
     "kv device rows settings",
     "steps graph_pair config report",
     "attention",
-    "hf plan step_graph",
+    "hf plan step_graph prompts",
     "build measure dry_run",
     "attached runner calibrate",
     "sweep",

@@ -106,6 +106,7 @@ class Config:
     ops_backend: str = "auto"
     mass_recall: bool = False
 
+    workers: int = 0
     dry_run: bool = False
     force: bool = False
     results: str = "results"
@@ -116,6 +117,7 @@ class Config:
         except TypeError as error:
             raise ConfigError(str(error)) from None
         between("samples", self.samples, 1, 1_000_000)
+        between("workers", self.workers, 0, 1024)
         if not self.results.strip():
             refuse("results", self.results, "a folder")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))

@@ -158,9 +158,9 @@ class Workshop:
         """Compute the missing prompts of a run, one after another, into its folder."""
         if not missing:
             return
-        from xsparse import tasks
         from xsparse.build import build
         from xsparse.measure import load_once, measured
+        from xsparse.prompts import Source
 
         config, plan = self.plan.config, self.plan
         loaded = load_once(config.model, plan.dtype, plan.device.kind)
@@ -172,18 +172,9 @@ class Workshop:
         bound = measured(loaded, built, whole_steps=settings.cuda_graph == "step")
         with bound as bench, self.progress.prompts(name, len(missing)) as tick:
             bench.warm_up(warm_up_tokens)
-            made: dict[Cell, Any] = {}
-            for task, length, index in missing:
-                if (task, length) not in made:
-                    made[task, length] = tasks.build(
-                        task,
-                        loaded.tokenizer,
-                        length=length,
-                        seed=config.seed,
-                        node=config.task,
-                        chat_template_kwargs=config.model.chat_template_kwargs,
-                    )
-                record = bench.run(made[task, length].sample(index))
+            source = Source(config.model, config.task, config.seed)
+            for sample in source.samples(missing, loaded.tokenizer, config.workers):
+                record = bench.run(sample)
                 run.append(record)
                 tick(record)
 

@@ -9,12 +9,11 @@ interval.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from xsparse.config import parse_length
 from xsparse.models import fetch, load
 from xsparse.models.files import write_json
 from xsparse.models.folder import read_json
+from xsparse.prompts import Source
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def evaluate(config: EvaluateConfig, started: float) -> str:
     if open_cells:
         loaded = load(config.model, dtype=dtype, device=device)
         token_s = 0.0  # of the last cell, per token of its length
-        for (length, task), samples in _prompts(config, open_cells):
+        for (length, task), samples in _prompts(config, loaded.tokenizer, open_cells):
             begun = time.monotonic()
             expected_s = 1.5 * token_s * length + _CLOSING_S
             if config.limit_s and begun - started + expected_s > config.limit_s:
@@ -216,41 +216,15 @@ def _stored(path: Path | None, subject: dict[str, Any]) -> Scores:
 
 
 def _prompts(
-    config: EvaluateConfig, cells: Sequence[tuple[int, str]]
+    config: EvaluateConfig, tokenizer: Any, cells: Sequence[tuple[int, str]]
 ) -> Iterator[tuple[tuple[int, str], list[tasks.Sample]]]:
     """The samples of each cell, with `workers` made ahead of the model."""
-    count = {
-        (length, task): tasks.sample_count(task, length, config.task, config.samples)
+    wanted = [
+        (task, length, index)
         for length, task in cells
-    }
-    jobs = [(config, length, task, i) for length, task in cells for i in range(count[length, task])]
-    if not config.workers:
-        made: Iterator[tasks.Sample] = map(_sample, jobs)
-    else:
-        pool = ProcessPoolExecutor(config.workers, get_context("spawn"))
-        made = pool.map(_sample, jobs, chunksize=5)
-    try:
-        for cell in cells:
-            yield cell, [next(made) for _ in range(count[cell])]
-    finally:
-        if config.workers:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-_built: dict[tuple[int, str], tasks.Task] = {}  # of this process: a tokenizer takes seconds
-
-
-def _sample(job: tuple[EvaluateConfig, int, str, int]) -> tasks.Sample:
-    from xsparse.models import load_tokenizer
-
-    config, length, task, index = job
-    if (length, task) not in _built:
-        _built[length, task] = tasks.build(
-            task,
-            load_tokenizer(config.model),
-            length=length,
-            seed=config.seed,
-            node=config.task,
-            chat_template_kwargs=config.model.chat_template_kwargs,
-        )
-    return _built[length, task].sample(index)
+        for index in range(tasks.sample_count(task, length, config.task, config.samples))
+    ]
+    source = Source(config.model, config.task, config.seed)
+    made = source.samples(wanted, tokenizer, config.workers)
+    for cell, own in itertools.groupby(made, key=lambda sample: (sample.length, sample.task)):
+        yield cell, list(own)

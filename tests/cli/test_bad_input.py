@@ -32,7 +32,7 @@ BAD = [
     (["samples=0"], ["samples=0", ">= 1"]),
     (["length=100"], ["length=100"]),
     (["length=[512,512]"], ["each length once"]),
-    (["length=1000000"], ["length=1000000", "8192"]),
+    (["length=1000000"], ["length=1000000", "131072"]),
     (["selector=no_such"], ["selector=no_such", "xattention"]),
     (["+selector.depth=3"], ["depth", "xattention"]),
     (["model=no_such"], ["model=no_such", "smollm2-135m"]),

@@ -16,7 +16,8 @@ from experiments.longcontext.settings import ExportConfig, compose
 from experiments.longcontext.train import train
 from tests.models import tiny
 from xsparse.config import ModelConfig
-from xsparse.models import fetch, load
+from xsparse.models import fetch, load, load_tokenizer
+from xsparse.prompts import Source
 
 
 @pytest.fixture
@@ -69,8 +70,10 @@ def test_scores_are_the_tasks_own(evaluation, monkeypatch):
         return [[9], *[[8]] * (len(prompts) - 1)]
 
     monkeypatch.setattr("experiments.longcontext.decoding.answers", right_for_the_first)
-    task = [module._sample((evaluation(), 1500, "niah_single_1", i)) for i in range(3)]
-    module._built.clear()
+    config = evaluation()
+    source = Source(config.model, config.task, config.seed)
+    wanted = [("niah_single_1", 1500, i) for i in range(3)]
+    task = list(source.samples(wanted, load_tokenizer(config.model)))
 
     class Tokenizer:
         def decode(self, ids, skip_special_tokens):

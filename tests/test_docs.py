@@ -436,12 +436,12 @@ LEVELS = (
     "ops counters store stats tracking progress models tasks points",
     "selectors",
     "kv device rows settings",
-    "steps graph_pair config report",
+    "steps graph_pair config report fit",
     "attention",
     "hf plan step_graph prompts",
-    "build measure dry_run",
+    "build measure",
     "attached runner calibrate",
-    "sweep",
+    "sweep dry_run",
     "cli",
 )
 LEVEL = {room: level for level, line in enumerate(LEVELS) for room in line.split()}

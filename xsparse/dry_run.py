@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from xsparse import models, plan
+from xsparse import models, plan, runner
 from xsparse.config import Config
 from xsparse.device import Device
 
@@ -23,7 +23,7 @@ CPU_BYTES_PER_S, GPU_BYTES_PER_S = 10e9, 3e12
 
 
 def show(points: list[list[str]], configs: list[Config]) -> None:
-    """Print a table with one line per point."""
+    """Print a table with one line per point. Raises ConfigError for one that cannot run here."""
     table = Table(title="dry run: nothing was computed")
     table.add_column("point")
     for name in ("run", "prompts", "time", "GPU GB", "host GB"):
@@ -38,6 +38,8 @@ def show(points: list[list[str]], configs: list[Config]) -> None:
                 counted.add(run_id)
                 left += made.missing(run_id, [cell])
         shape = models.shape(config.model)
+        if left or config.force:
+            runner.check(made, shape)
         seconds = sum(_prompt_s(shape, length, made.device) for _, length, _ in left)
         total_s += seconds
         gpu, host = _memory_gb(shape, config, made.device, made.dtype)

@@ -125,6 +125,35 @@ def _hosts(run: store.RunFolder) -> list[str | None]:
     return [one.get("host") for one in (env, *env.get("earlier", []))]
 
 
+def check(plan: Plan, shape: models.ModelShape) -> None:
+    """Refuse what does not fit together before a model is loaded. Raises ConfigError."""
+    import torch
+
+    from xsparse import fit, ops
+
+    config, device = plan.config, plan.device.kind
+    try:
+        ops.get(config.ops_backend, torch.device(device))
+        fit.check(
+            plan.settings,
+            shape,
+            device=device,
+            dtype=plan.dtype,
+            tokens=max(*config.length, warmup_tokens(plan) + 3),
+            model_name=plan.files.name,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def warmup_tokens(plan: Plan) -> int:
+    """Two blocks on a CPU; on CUDA the longest prompt, whose shapes take in all others, so that
+    compiling, planning and allocating stay outside the clock."""
+    if not plan.device.is_cuda:
+        return 2 * plan.config.block_size
+    return max(plan.config.length) - 3
+
+
 class Workshop:
     """The model and what runs on it; the model is loaded with the first prompt."""
 
@@ -132,25 +161,7 @@ class Workshop:
         self.plan = plan
         self.progress = progress
         self.shape = models.shape(plan.config.model)
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse what does not fit together before a model is loaded."""
-        import torch
-
-        from xsparse import ops
-        from xsparse.build import make_selector
-
-        try:
-            ops.get(self.plan.config.ops_backend, torch.device(self.plan.device.kind))
-            make_selector(
-                self.plan.settings,
-                layers=self.shape.layers,
-                q_heads=self.shape.q_heads,
-                model_name=self.plan.files.name,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check(plan, self.shape)
 
     def run(
         self, run: store.RunFolder, missing: list[tuple[str, int, int]], *, dense: bool
@@ -168,10 +179,9 @@ class Workshop:
         settings = plan.settings.dense() if dense else plan.settings
         built = build(loaded.model, settings, plan.files.name)
         name = "dense" if dense else config.selector["name"]
-        warm_up_tokens = self.warmup_tokens
         bound = measured(loaded, built, whole_steps=settings.cuda_graph == "step")
         with bound as bench, self.progress.prompts(name, len(missing)) as tick:
-            bench.warm_up(warm_up_tokens)
+            bench.warm_up(warmup_tokens(plan))
             source = Source(config.model, config.task, config.seed)
             for sample in source.samples(missing, loaded.tokenizer, config.workers):
                 record = bench.run(sample)
@@ -188,15 +198,6 @@ class Workshop:
                 f"device={device.kind} is {torch.cuda.get_device_name(device.kind)}, not "
                 f"{device.label}: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
             )
-
-    @property
-    def warmup_tokens(self) -> int:
-        """Two blocks on a CPU; on CUDA the longest prompt, whose shapes take in all others, so
-        that compiling, planning and allocating stay outside the clock."""
-        config = self.plan.config
-        if not self.plan.device.is_cuda:
-            return 2 * config.block_size
-        return max(config.length) - 3
 
     def identity(self, run_id: str, *, dense: bool) -> dict[str, Any]:
         """The identity columns of a run's rows."""
@@ -230,6 +231,6 @@ class Workshop:
             "versions": plan.env["versions"],
             "git_commit": plan.env["git"]["commit"],
             "command": plan.env["command"],
-            "warmup_tokens": self.warmup_tokens,
+            "warmup_tokens": warmup_tokens(plan),
             "repeats": 1,
         }

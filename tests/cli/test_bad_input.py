@@ -16,6 +16,8 @@ def assert_one_line(done: Done, *words: str) -> None:
     assert done.seconds < 10
 
 
+CACHED = ["engine=offload", "decode_selector=minmax", "decode_budget_tokens=1024"]
+
 BAD = [
     (["threshold=1.5"], ["threshold=1.5", "[0, 1]"]),
     (["threshold=-1"], ["threshold=-1", "[0, 1]"]),
@@ -49,6 +51,14 @@ BAD = [
     (["ring_slots=1"], ["ring_slots=1", ">= 2"]),
     (["engine=offload", "engine.host_memory_gb=-1"], ["host_memory_gb=-1"]),
     (["decode_selector=minmax", "decode_budget_tokens=10"], ["decode_budget_tokens=10"]),
+    (["device=cpu", "cuda_graph=step"], ["cuda_graph=step", "none", "cpu"]),
+    (["device=cpu", "engine=offload", "cuda_graph=pair"], ["cuda_graph=pair", "none", "cpu"]),
+    (["engine=offload", "engine.host_memory_gb=0.001"], ["engine.host_memory_gb=0.001", "0.0472"]),
+    (CACHED + ["decode_cache_gb=0.001"], ["decode_cache_gb=0.001", ">= 0.0207"]),
+    (
+        CACHED + ["decode_cache_gb=1", "decode_budget_tokens=66000"],
+        ["decode_budget_tokens=66000", "< 65792", "decode_cache_gb"],
+    ),
     (["tracker=mlflow"], ["tracker=mlflow", "offline"]),
     (["threshold=0.8,0.9"], ["threshold", "-m"]),
     (["-m", "threshold=0.7,abc,0.9"], ["threshold=abc"]),
@@ -63,6 +73,22 @@ def test_bad_input_is_one_line(run, tmp_path, arguments, words):
     assert_one_line(done, *words)
     left = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["ops_backend=triton", "device=cpu"], "ops_backend=triton"),
+        (["cuda_graph=step", "device=cpu"], "cuda_graph=step"),
+        (["engine=offload", "engine.host_memory_gb=0.001"], "engine.host_memory_gb=0.001"),
+        ([*CACHED, "decode_cache_gb=0.001"], "decode_cache_gb=0.001"),
+        (["-m", "engine=offload", "engine.host_memory_gb=0.001,8"], "engine.host_memory_gb=0.001"),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, list) else "",
+)
+def test_a_dry_run_refuses_what_a_run_would(run, tmp_path, arguments, word):
+    assert_one_line(run(*arguments, "dry_run=true"), word)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_is_quick(run):

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from xsparse.kv.gigabytes import gb_down, gb_up
 from xsparse.kv.shape import CacheShape
 
 logger = logging.getLogger(__name__)
@@ -104,13 +105,17 @@ class HostStore:
         s = shape
         size = (s.layers, pages, halves, s.kv_heads, s.block_size_ratio, s.block_size, s.head_dim)
         need = s.layers * pages * s.page_bytes(halves)
-        have = available_bytes() if limit_bytes is None else limit_bytes
-        if limit_bytes is None and POOL.kept is not None:
-            have += POOL.kept.nbytes
-        if need > have:
+        tokens = pages * s.page_size
+        if limit_bytes is not None and need > limit_bytes:
             raise MemoryError(
-                f"engine=offload needs {need / 1e9:.1f} GB of host memory for "
-                f"{pages * s.page_size} tokens, {have / 1e9:.1f} GB are available"
+                f"engine.host_memory_gb={limit_bytes / 1e9:g}: allowed is >= {gb_up(need)}, the GB "
+                f"of {tokens} tokens, or null for what is free"
+            )
+        kept = POOL.kept.nbytes if POOL.kept is not None else 0
+        if limit_bytes is None and need > (have := available_bytes() + kept):
+            raise MemoryError(
+                f"engine=offload needs {gb_up(need)} GB of host memory for {tokens} tokens, "
+                f"{gb_down(have)} GB are available"
             )
         self.memory = POOL.take(need, s.device.type == "cuda")
         self.data: Tensor = self.memory.bytes[:need].view(s.dtype).view(size)

@@ -20,6 +20,7 @@ SOURCE_PARTS = (
     "tasks",
     "attention.py",
     "build.py",
+    "fit.py",
     "graph_pair.py",
     "step_graph.py",
     "steps.py",

@@ -7,7 +7,7 @@ for a model at hand. Imports no torch.
 from typing import Protocol
 
 from xsparse.kv.gigabytes import from_gb, gb_up
-from xsparse.selectors import Selector, thresholds
+from xsparse.selectors import Selector, parameters, thresholds
 from xsparse.settings import Settings, refuse
 
 MOST_SLOTS = 512  # tiles of a KV head that choose_tiles ranks in one program
@@ -47,7 +47,9 @@ def check_graph(s: Settings, device: str) -> None:
 
 
 def make_selector(s: Settings, shape: Shape, model_name: str | None) -> Selector:
-    """The prefill selector. Raises ValueError for a threshold table of another model or shape."""
+    """The prefill selector. Raises ValueError for a threshold table of another model, shape or
+    method."""
+    uses_it = "threshold" in parameters(s.selector)
     return s.method(
         thresholds(
             s.threshold,
@@ -56,6 +58,7 @@ def make_selector(s: Settings, shape: Shape, model_name: str | None) -> Selector
             block_size=s.block_size,
             layers=shape.layers,
             q_heads=shape.q_heads,
+            selector=s.selector if uses_it else None,
         )
     )
 

@@ -10,7 +10,14 @@ from xsparse.selectors import build, thresholds
 from xsparse.selectors.threshold import parse
 
 TABLE = {"model": "m", "stride": 8, "block_size": 128, "table": [[0.5, 0.9, 1.0], [0.0, 0.1, 0.2]]}
-FITS = {"model": "m", "stride": 8, "block_size": 128, "layers": 2, "q_heads": 3}
+FITS = {
+    "model": "m",
+    "selector": "xattention",
+    "stride": 8,
+    "block_size": 128,
+    "layers": 2,
+    "q_heads": 3,
+}
 
 
 def write(tmp_path, content) -> str:
@@ -42,6 +49,7 @@ def test_table(tmp_path):
     ("key", "value", "message"),
     [
         ("model", "other", "made for model=m, not other"),
+        ("selector", "oracle_topp", "made for selector=xattention, not oracle_topp"),
         ("stride", 16, "made for stride=8, not 16"),
         ("block_size", 64, "made for block_size=128, not 64"),
         ("layers", 3, "the table is 2 layers x 3 query heads, allowed is 3 x 3"),
@@ -49,11 +57,41 @@ def test_table(tmp_path):
     ],
 )
 def test_table_of_something_else_is_refused(tmp_path, key, value, message):
-    source = write(tmp_path, TABLE)
+    source = write(tmp_path, {**TABLE, "selector": "xattention"})
     with pytest.raises(ValueError, match=message) as error:
         thresholds(source, **{**FITS, key: value})
     assert source in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_table_that_names_no_selector_or_a_method_without_threshold(tmp_path):
+    thresholds(write(tmp_path, TABLE), **{**FITS, "selector": "strided_k"})
+    thresholds(write(tmp_path, {**TABLE, "selector": "xattention"}), **{**FITS, "selector": None})
+
+
+@pytest.mark.parametrize(
+    ("method", "refused"),
+    [
+        ("xattention", False),
+        ("oracle_topp", True),
+        ("strided_k", True),
+        ("random", False),
+        ("full", False),
+    ],
+)
+def test_the_methods_that_refuse_a_table_of_xattention(tmp_path, method, refused):
+    from xsparse import fit
+    from xsparse.kv.shape import CacheShape
+    from xsparse.settings import Settings
+
+    source = write(tmp_path, {**TABLE, "selector": "xattention"})
+    shape = CacheShape(2, 3, 1, 8, 128, 4, 512, torch.float32, torch.device("cpu"))
+    s = Settings(selector=method, threshold=source)
+    if refused:
+        with pytest.raises(ValueError, match=f"made for selector=xattention, not {method}$"):
+            fit.make_selector(s, shape, "m")
+    else:
+        assert fit.make_selector(s, shape, "m").name == method
 
 
 @pytest.mark.parametrize(
@@ -68,6 +106,7 @@ def test_table_of_something_else_is_refused(tmp_path, key, value, message):
         {**TABLE, "table": [[0.5], [0.5, 0.5]]},
         {**TABLE, "table": [[1.5]]},
         {**TABLE, "table": [["0.5"]]},
+        {**TABLE, "selector": 3},
         '{"model": "m", "stride": 8, "block_size": 128, "table": [[NaN]]}',
     ],
 )

@@ -1,8 +1,8 @@
 """The threshold: one number, or a table of one per layer and query head from a file.
 
-A table was calibrated for one model, stride and block size and is refused on any other: a number
-that fits by accident would be a silent error. Nothing here imports torch before it is asked for
-a tensor.
+A table was calibrated for one model, stride and block size (and for the scores of one method, if it
+says so) and is refused on any other: a number that fits by accident would be a silent error.
+Nothing here imports torch before it is asked for a tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ KEYS = ("model", "stride", "block_size", "table")
 class Thresholds:
     """value: the threshold of every layer and head, or None where `table` has them.
 
-    table: [layers][q_heads]; model, stride, block_size: what the table was made for; source: the
-    threshold as it was written
+    table: [layers][q_heads]; model, stride, block_size: what the table was made for; selector: the
+    method whose scores it was made for, None if it does not say; source: the threshold as it was
+    written
     """
 
     value: float | None = None
@@ -32,6 +33,7 @@ class Thresholds:
     model: str | None = None
     stride: int | None = None
     block_size: int | None = None
+    selector: str | None = None
     source: str = ""
     _tensors: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -49,15 +51,26 @@ class Thresholds:
         return self._tensors[key]
 
     def check(
-        self, *, model: str | None, layers: int, q_heads: int, stride: int | None, block_size: int
+        self,
+        *,
+        model: str | None,
+        layers: int,
+        q_heads: int,
+        stride: int | None,
+        block_size: int,
+        selector: str | None = None,
     ) -> None:
-        """Raise ValueError unless the table was made for this; None is not compared."""
+        """Raise ValueError unless the table was made for this; None is not compared.
+
+        selector: the method that will use it; None for one without a threshold
+        """
         if self.table is None:
             return
         for key, have, want in (
             ("model", self.model, model),
             ("stride", self.stride, stride),
             ("block_size", self.block_size, block_size),
+            ("selector", self.selector or selector, selector),
         ):
             if want is not None and have != want:
                 raise ValueError(f"threshold={self.source}: made for {key}={have}, not {want}")
@@ -70,11 +83,25 @@ class Thresholds:
 
 
 def thresholds(
-    value: Any, *, model: str | None, stride: int | None, block_size: int, layers: int, q_heads: int
+    value: Any,
+    *,
+    model: str | None,
+    stride: int | None,
+    block_size: int,
+    layers: int,
+    q_heads: int,
+    selector: str | None = None,
 ) -> Thresholds:
     """`parse` and, for a table, a check that it was made for this. Raises ValueError."""
     parsed = parse(value)
-    parsed.check(model=model, stride=stride, block_size=block_size, layers=layers, q_heads=q_heads)
+    parsed.check(
+        model=model,
+        stride=stride,
+        block_size=block_size,
+        layers=layers,
+        q_heads=q_heads,
+        selector=selector,
+    )
     return parsed
 
 
@@ -107,6 +134,8 @@ def _load(source: str) -> Thresholds:
         raise refuse("is not JSON") from None
     if not isinstance(content, dict) or set(KEYS) - set(content):
         raise refuse(f"must be an object with {', '.join(KEYS)}")
+    if not isinstance(content.get("selector"), str | None):
+        raise refuse("selector must be the name of a method")
     table = content["table"]
     if not (isinstance(table, list) and table and all(isinstance(r, list) and r for r in table)):
         raise refuse("table must be a list of layers, each a list of one number per query head")
@@ -121,5 +150,6 @@ def _load(source: str) -> Thresholds:
         model=content["model"],
         stride=content["stride"],
         block_size=content["block_size"],
+        selector=content.get("selector"),
         source=source,
     )

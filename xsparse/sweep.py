@@ -139,17 +139,15 @@ def _objectives(outcome: Outcome) -> tuple[float, float]:
 
 
 def finish(folder: store.SweepFolder) -> int:
-    """Report on a sweep: the table, the failures, the page. Returns the exit code."""
-    from xsparse import report
+    """Report on a sweep: table, warnings, failures, page. Returns the exit code."""
+    from xsparse.report import build, load
     from xsparse.report.console import table
+    from xsparse.report.findings import findings
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     points = folder.points()
-    rows = []
-    for point in points:
-        if point["state"] == "done":
-            run = store.RunFolder(folder.path.parents[1] / "runs" / point["run_id"])
-            rows += run.rows()
+    runs = folder.path.parents[1] / "runs"
+    rows = [row for p in points if p["state"] == "done" for row in load.rows_of(runs / p["run_id"])]
     if rows:
         console.print(table(rows))
     failures = folder.failures()
@@ -164,5 +162,9 @@ def finish(folder: store.SweepFolder) -> int:
             markup=False,
             highlight=False,
         )
-    console.print(f"report: {report.make(folder.path)}", highlight=False, soft_wrap=True)
+    stored = load.read(folder.path)
+    for found in findings(stored):
+        if found.level == "warning":
+            console.print(f"warning: {found.title}", markup=False, highlight=False)
+    console.print(f"report: {build.write(stored)}", highlight=False, soft_wrap=True)
     return FAILED if failures else OK

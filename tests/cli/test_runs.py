@@ -186,6 +186,8 @@ def test_bytes_against_those_of_all_history(
     assert done.code == 0, done.err
     row = rows(tmp_path, index(sweeps(tmp_path)[0])["points"][0]["run_id"])[0]
     assert row["digest"] == digest
+    assert "moved" in done.out
+    assert ("warning: More bytes were moved" in done.out) == (row["transfer_ratio"] > 1)
     assert estimation < row["transfer_ratio"] <= estimation + most
     assert rows(tmp_path, row["dense_run_id"])[0]["transfer_ratio"] == most
 

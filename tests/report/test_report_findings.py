@@ -125,3 +125,16 @@ def test_a_busy_machine(tmp_path):
     read.rows.loc[0, "cpu_share"] = 0.3
     found = {f.title: f for f in findings(read)}
     assert "in the worst 30 %" in found[busy].detail
+
+
+def test_more_bytes_than_dense_moves(tmp_path):
+    sweep = make_sweep(tmp_path, n=6, lengths=(2048,), settings=SETTINGS[:2], digest="streamed")
+    title = "More bytes were moved than dense attention moves"
+    assert title not in titles(sweep)
+    read = load.read(sweep)
+    read.rows.loc[read.rows["threshold"] == 0.7, "transfer_ratio"] = 1.44
+    found = {f.title: f for f in findings(read)}[title]
+    assert found.level == "warning"
+    assert "xattention, τ 0.7 on niah at 2,048 tokens: 1.44" in found.detail
+    assert "τ 0.8" not in found.detail
+    assert "digest=resident_k" in found.detail

@@ -135,10 +135,10 @@ def test_the_console_table_fits_and_cuts_no_number(many_tasks):
     rows = load.records(load.read(many_tasks).rows)
     lines = printed(rows, 120)
     assert max(len(line.rstrip()) for line in lines) <= 120
-    line = next(line for line in lines if "mean of 3 tasks" in line and "0.95" in line)
-    row = next(r for r in rows if r["task"] == "mean" and r["threshold"] == 0.95)
-    # [selector, τ, task (4 words), length, n, accuracy [low, high], dense, delta, ...]
-    assert line.split()[6:8] == ["4096", "150"]
+    line = next(line for line in lines if line.split()[2:9:4] == ["0.9", "tasks"])
+    row = next(r for r in rows if (r["task"], r["threshold"], r["length"]) == ("mean", 0.9, 4096))
+    # [point (3 words), task (4 words), length, n, accuracy [low, high], dense, delta, ...]
+    assert line.split()[3:9] == ["mean", "of", "3", "tasks", "4096", "150"]
     assert f"{row['accuracy'] * 100:.0f} [" in line
     assert f"{row['prefill_tok_s']:,.0f}" in line
     assert f"{row['prefill_speedup']:.2f} [" in line
@@ -149,3 +149,42 @@ def test_the_console_table_takes_plain_rows_with_nulls():
     row = dict.fromkeys(COLUMNS)
     row |= {"selector": "x", "task": "vt", "length": 512, "n": 1, "accuracy": 1.0, "tasks": 1}
     assert any("vt" in line for line in printed([row], 100))
+
+
+VARIANTS = (
+    {"transfer": "ring", "digest": "streamed", "transfer_ratio": 1.44},
+    {"transfer": "gather", "digest": "streamed", "transfer_ratio": 1.2},
+    {"transfer": "gather", "digest": "resident_k", "transfer_ratio": 0.2},
+    {"decode_selector": "minmax"},
+    {"decode_selector": "minmax", "decode_cache_gb": 0.2},
+    {"decode_selector": "minmax", "cuda_graph": "step"},
+    {"digest": "quantised_k", "digest_format": "int4"},
+)
+PLAIN = dict.fromkeys(COLUMNS) | {
+    **{"selector": "xattention", "threshold": 0.9, "decode_selector": "full", "engine": "offload"},
+    **{"transfer": "gather", "digest": "streamed", "digest_format": "int8", "cuda_graph": "none"},
+    **{"task": "vt", "tasks": 1, "length": 512, "n": 1, "accuracy": 1.0, "decode_cache_gb": 0.0},
+    **{"transfer_ratio": 0.5},
+}
+
+
+def test_the_console_table_tells_points_apart_and_shows_what_moved():
+    rows = [PLAIN | variant | {"run_id": str(i)} for i, variant in enumerate(VARIANTS)]
+    labels = load.frame(rows)["label"].tolist()
+    assert len(set(labels)) == len(rows)
+    assert not any("(" in label for label in labels)  # told apart by keys, not by run ids
+    lines = printed(rows, 200)
+    for row, label in zip(rows, labels, strict=True):
+        [line] = [line for line in lines if line.startswith(f"{label} ")]
+        assert line.rstrip().endswith(f" {row['transfer_ratio'] * 100:.0f}")
+    assert "moved" in lines[0]
+
+
+def test_what_moved_is_shown_for_offload_engines_only():
+    assert "moved" not in printed([PLAIN | {"transfer_ratio": None, "engine": "resident"}], 200)[0]
+
+
+def test_words_of_rows_stay_words():
+    read = load.frame([PLAIN])
+    assert read["digest_format"].tolist() == ["int8"]
+    assert read["cuda_graph"].tolist() == ["none"]

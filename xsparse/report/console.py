@@ -8,13 +8,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from xsparse.report import text
+from xsparse.report import load, text
 from xsparse.rows import MACRO_TASK
 
 # (title, unit, alignment)
 HEADERS: tuple[tuple[str, str, Any], ...] = (
-    ("selector", "", "left"),
-    ("τ", "", "right"),
+    ("point", "", "left"),
     ("task", "", "left"),
     ("length", "tok", "right"),
     ("n", "", "right"),
@@ -27,16 +26,24 @@ HEADERS: tuple[tuple[str, str, Any], ...] = (
 )
 
 
+MOVED = ("moved", "% of KV", "right")  # only where an engine moves anything
+
 # Columns whose cells may break over lines, and how narrow they get; a number is never cut.
-FOLDING = {"selector": 9, "τ": 4, "task": 9}
+FOLDING = {"point": 11, "task": 9}
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """One line per row; the macro row of a single task is left out, it repeats that task."""
-    shown = [row for row in rows if row["task"] != MACRO_TASK or row.get("tasks") != 1]
-    cells = [_cells(row) for row in shown]
+    """One line per row; the macro row of a single task is left out, it repeats that task.
+
+    A point is called what the report calls it: its selector and whatever differs between points.
+    """
+    data = load.frame(list(rows))
+    shown = load.records(data[(data["task"] != MACRO_TASK) | (data["tasks"] != 1)])
+    moves = any(not text.is_null(row["transfer_ratio"]) for row in shown)
+    headers = [*HEADERS, *([MOVED] if moves else [])]
+    cells = [_cells(row)[: len(headers)] for row in shown]
     made = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
-    for i, (title, unit, justify) in enumerate(HEADERS):
+    for i, (title, unit, justify) in enumerate(headers):
         widest = max((len(line[i]) for line in cells), default=0)
         made.add_column(
             f"{title}\n[dim]{unit}[/dim]",
@@ -51,16 +58,9 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
     return made
 
 
-def _selector(row: Mapping[str, Any]) -> str:
-    dense = row["selector"] == "full" and row["decode_selector"] in (None, "full")
-    return "dense" if dense else str(row["selector"])
-
-
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    threshold = row["threshold"]
     return [
-        _selector(row),
-        f"{threshold:g}" if isinstance(threshold, int | float) else str(threshold or text.NULL),
+        row["label"],
         text.task_name(row["task"], row.get("tasks")),
         f"{int(row['length'])}",
         str(int(row["n"])),
@@ -76,4 +76,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             2,
             scale=1,
         ),
+        text.percent(row["transfer_ratio"], 0),
     ]

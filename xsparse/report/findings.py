@@ -127,6 +127,7 @@ def findings(sweep: load.Sweep, floor: float = DENSE_FLOOR) -> list[Finding]:
         *_no_speed(rows, sweep.dense),
         _wide_speed(rows),
         _busy(rows, sweep.dense),
+        _moves_more(rows),
         _mixed(rows),
         _kernel(rows, sweep.dense),
     ]
@@ -261,6 +262,23 @@ def _busy(rows: pd.DataFrame, dense: pd.DataFrame) -> Finding | None:
         f"In {text.plural(int((shares < BUSY_SHARE).sum()), 'row')} of {len(shares)} prefill got "
         f"less than {text.percent(BUSY_SHARE, 0)} % of its CPU threads, in the worst "
         f"{text.percent(shares.min(), 0)} %. Accuracy and densities are not affected.",
+    )
+
+
+def _moves_more(rows: pd.DataFrame) -> Finding | None:
+    """Points that read more over the link in prefill than all of K and V once."""
+    more = rows[rows["transfer_ratio"] > 1]
+    if not len(more):
+        return None
+    cells = [
+        f"{row['label']} on {_where_row(row)}: {text.number(row['transfer_ratio'])}"
+        for row in load.records(more)
+    ]
+    return Finding(
+        "warning",
+        "More bytes were moved than dense attention moves",
+        f"{_list(cells)} of the K and V of history. digest=streamed reads K twice for its "
+        "estimate before anything is selected; digest=resident_k and quantised_k read none.",
     )
 
 

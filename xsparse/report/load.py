@@ -24,8 +24,8 @@ DONE = "done"
 
 _TEXT = """
 run_id dense_run_id model weights_sha256 dtype tokenizer_hash prompt_hash task selector
-reduce_heads reduce_queries reduce_sub_blocks attend engine transfer digest decode_selector
-ops_backend dense_kernel device host versions git_commit command options
+reduce_heads reduce_queries reduce_sub_blocks attend engine transfer digest digest_format
+decode_selector cuda_graph ops_backend dense_kernel device host versions git_commit command options
 """
 TEXT_COLUMNS = frozenset(_TEXT.split())
 
@@ -47,8 +47,11 @@ PARAMETERS = {
     "transfer": "",
     "ring_slots": "slots",
     "digest": "",
+    "digest_format": "",
     "decode_selector": "decode",
     "decode_budget_tokens": "budget",
+    "decode_cache_gb": "cache GB",
+    "cuda_graph": "graph",
     "ops_backend": "",
     "device": "",
     "seed": "seed",
@@ -175,11 +178,11 @@ def _of_index(folder: Path, runs: Path) -> Sweep:
         points[key] = _point(run_id, overrides, run, entry)
         if run is not None:
             folders[run_id] = run
-            rows += _rows_of(run)
+            rows += rows_of(run)
     dense_ids = {row["dense_run_id"] for row in rows if row.get("dense_run_id")} - set(folders)
     for run_id in sorted(dense_ids):
         folders[run_id] = runs / run_id
-        rows += _rows_of(runs / run_id)
+        rows += rows_of(runs / run_id)
     return _sweep(
         folder.resolve().name,
         folder,
@@ -197,7 +200,7 @@ def _of_folder(folder: Path) -> Sweep:
         raise ValueError(f"{folder}: holds no index.json, rows.json or status.json")
     points, rows, folders = [], [], {}
     for run in sorted(found):
-        of_run = _rows_of(run)
+        of_run = rows_of(run)
         run_id = str(of_run[0].get("run_id") or run.name) if of_run else run.name
         folders[run_id] = run
         rows += of_run
@@ -294,7 +297,7 @@ def _point(run_id: str, overrides: str, run: Path | None, entry: Mapping[str, An
     return Point(run_id, overrides, state, first_line if state != DONE else "")
 
 
-def _rows_of(run: Path) -> list[dict[str, Any]]:
+def rows_of(run: Path) -> list[dict[str, Any]]:
     """Stored rows, with the selector's own options (not a column of rows) in `options`."""
     folder = RunFolder(run)
     selector = folder.config().get("selector") or {}

@@ -107,3 +107,35 @@ def test_more_tiles_a_step_than_a_cache_can_rank():
         check(decode_cache_gb=64, **dict(CACHED, decode_budget_tokens=most))
     assert str(error.value).startswith(f"decode_budget_tokens={most}: allowed is < {most} ")
     assert "decode_cache_gb=64" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "unused"),
+    [
+        ({}, ["threshold=0.5", "stride=8", "chunk_size=512", "seed=1", "length=9"], []),
+        ({}, ["ring_slots=8", "digest_format=int4"], ["ring_slots", "digest_format"]),
+        ({}, ["decode_budget_tokens=512", "decode_selector=full"], ["decode_budget_tokens"]),
+        ({"selector": "random"}, ["threshold=0.5"], ["threshold"]),
+        ({"selector": "full"}, ["threshold=0.5", "attend=set"], ["threshold", "attend"]),
+        ({}, ["engine.host_memory_gb=8"], ["engine.host_memory_gb"]),
+        (OFFLOAD, ["engine=offload", "engine.host_memory_gb=8", "ring_slots=8"], []),
+        (OFFLOAD | {"digest": "quantised_k"}, ["digest_format=int4"], []),
+        # The baseline reads through the ring, so its slots change the speed-up.
+        (CACHED | {"transfer": "gather"}, ["ring_slots=8", "decode_cache_gb=0.2"], []),
+        (CACHED | {"transfer": "gather"}, ["reduce_sub_blocks=vote"], ["reduce_sub_blocks"]),
+        ({}, ["+selector.density=0.5", "~tracker", "+digest_format=int4"], ["digest_format"]),
+    ],
+)
+def test_keys_that_were_given_and_change_nothing(settings, given, unused):
+    assert fit.without_effect(Settings(**settings), given) == unused
+
+
+@pytest.mark.parametrize(("budget", "selects"), [(384, False), (511, False), (512, True)])
+def test_a_decode_budget_that_selects_nothing_is_said(caplog, budget, selects):
+    shape = CacheShape(2, 9, 3, 64, 128, 4, 512, torch.float32, torch.device("cpu"))
+    make_engine(Settings(**dict(CACHED, decode_budget_tokens=budget)), shape, None)
+    assert bool(caplog.messages) != selects
+    if not selects:
+        [line] = caplog.messages
+        assert line.startswith(f"decode_budget_tokens={budget}: ")
+        assert ">= 512" in line

@@ -1,6 +1,7 @@
 """A Session for a model from settings: the one place where engine, selector and operators meet.
 Used by the runner and by `xsparse.attach`."""
 
+import logging
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from xsparse.kv.resident import ResidentEngine
 from xsparse.kv.shape import CacheShape
 from xsparse.settings import Settings
 from xsparse.steps import Steps
+
+log = logging.getLogger(__name__)
 
 
 def build(model: PreTrainedModel, s: Settings, model_name: str | None = None) -> Session:
@@ -52,6 +55,8 @@ def build(model: PreTrainedModel, s: Settings, model_name: str | None = None) ->
 
 def make_engine(s: Settings, shape: CacheShape, backend: Any) -> Engine:
     """The engine of settings for a shape; backend: the operators."""
+    if said := fit.selects_nothing(s):
+        log.warning(said)
     stats = s.decode_selector if s.decodes_sparsely else None
     if s.engine == "resident":
         return ResidentEngine(shape, stats)

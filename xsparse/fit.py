@@ -1,4 +1,4 @@
-"""Whether settings fit a model and a machine, from the model's shape alone.
+"""Whether settings fit a model and a machine, from the model's shape alone, and each other.
 
 A point is refused with this before anything is loaded, computed or written; `build` asks the same
 for a model at hand. Imports no torch.
@@ -83,6 +83,25 @@ def step_slots(s: Settings, shape: Shape, number_bytes: int) -> int:
         need = f"0, or >= {gb_up(step * one)} for decode_budget_tokens={s.decode_budget_tokens}"
         refuse("decode_cache_gb", s.decode_cache_gb, need)
     return min(slots, MOST_SLOTS)
+
+
+def selects_nothing(s: Settings) -> str | None:
+    """What to say of a decode budget that the blocks which are always kept use up."""
+    if not s.decodes_sparsely or s.decode_budget_tokens >= 4 * s.block_size:
+        return None
+    return (
+        f"decode_budget_tokens={s.decode_budget_tokens}: block 0 and the two newest blocks take "
+        f"all of it, so decode selects nothing; with >= {4 * s.block_size} it does"
+    )
+
+
+def without_effect(s: Settings, given: list[str]) -> list[str]:
+    """Keys among Hydra's overrides that change no number of this point, nor of its baseline."""
+    concerned = {*s.concerns(), *s.dense().concerns(), "seed"}  # a seed is also that of prompts
+    concerned |= {"engine.host_memory_gb"} if s.engine == "offload" else set()
+    keys = [override.lstrip("+").partition("=")[0] for override in given]
+    known = {*s.__dataclass_fields__, "engine.host_memory_gb"}
+    return [key for key in dict.fromkeys(keys) if key in known and key not in concerned]
 
 
 def _check_host(s: Settings, shape: Shape, number_bytes: int, tokens: int) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from xsparse import store, tracking
 from xsparse.config import from_hydra
+from xsparse.fit import without_effect
 from xsparse.models import ModelError
 from xsparse.plan import Plan, make
 from xsparse.progress import Progress
@@ -67,6 +68,8 @@ def run_job(node: Any) -> tuple[float, float] | None:
         with progress.download() as report:
             plan = make(config, report)
         folder.set_point(number, "running", run_id=plan.run_id)
+        if unused := without_effect(plan.settings, overrides):
+            log.warning("%sset, but without effect on this point: %s", label, ", ".join(unused))
         if not config.force and plan.complete:
             outcome = run_point(plan, progress)
         else:

@@ -75,6 +75,14 @@ def test_more_samples_extend_a_run_and_force_recomputes(run, small, tmp_path):
         assert (old["prompt_hash"], old["prediction"]) == (new["prompt_hash"], new["prediction"])
 
 
+def test_keys_without_effect_are_named_once(run, small):
+    done = run(*small, "samples=1", "ring_slots=8", "decode_budget_tokens=512")
+    assert done.code == 0, done.err
+    [line] = [line for line in done.err.splitlines() if line.startswith("WARNING")]
+    assert "ring_slots, decode_budget_tokens" in line
+    assert "chunk_size" not in line
+
+
 def test_threshold_one_equals_dense(run, small, tmp_path):
     done = run(*small, "threshold=1.0")
     assert done.code == 0, done.err

@@ -370,7 +370,10 @@ def _run(args: argparse.Namespace, begin_s: float) -> int:
     shared += [f"chunk_size={args.chunk_size}"]
     points = read_points(args.points, shared)
     prompts = read_prompts(args.task, shared)
-    cli.check_folder(str(args.out))
+    try:
+        cli.check_folder(str(args.out))
+    except ConfigError:
+        refuse("out", args.out, "a folder that can be written")
     progress = Progress()
     with progress.download() as report:
         made = plan.make(prompts[0].config, report)

@@ -169,6 +169,21 @@ def speedup(dense_s: Scores, sparse_s: Scores) -> tuple[float, float | None, flo
     return ratio, low, high
 
 
+def ratio_ci(numerators: Scores, denominators: Scores) -> tuple[float, float | None, float | None]:
+    """Ratio of two sums over prompts, such as a density: (ratio, low, high).
+
+    The bootstrap draws prompts; below `MIN_BOOTSTRAP_N` of them the interval is (None, None).
+    """
+    a, b = _pair("numerators", numerators, "denominators", denominators)
+    if not np.all(b > 0):
+        raise ValueError("ratio_ci needs denominators above 0")
+    ratio = float(a.sum() / b.sum())
+    if a.size < MIN_BOOTSTRAP_N:
+        return ratio, None, None
+    low, high = _bootstrap(lambda x, y: x.sum(axis=-1) / y.sum(axis=-1), a, b)
+    return ratio, low, high
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values adjusted for the number of tests (Holm 1979), in the given order."""
     p = np.asarray(p_values, dtype=np.float64)

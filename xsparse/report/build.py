@@ -68,13 +68,7 @@ def write_rows(sweep: load.Sweep, out: Path) -> None:
     """results.csv and results.parquet: all sparse and dense rows as stored, made rows left out."""
     stored = sweep.dense[sweep.dense["run_id"].notna()]
     rows = pd.concat([sweep.rows, stored.assign(state=load.DONE)], ignore_index=True)
-    rows = rows[[*COLUMNS, "label", "state"]]
-    rows.to_csv(out / "results.csv", index=False)
-    for column in load.TEXT_COLUMNS & set(COLUMNS) | {"label", "state"}:
-        rows[column] = rows[column].astype("string")
-    if rows["threshold"].dtype == object:
-        rows["threshold"] = rows["threshold"].astype("string")
-    rows.to_parquet(out / "results.parquet", index=False)
+    load.write(rows[[*COLUMNS, "label", "state"]], out / "results")
 
 
 @dataclass(frozen=True)

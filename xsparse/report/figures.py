@@ -17,6 +17,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -206,30 +207,37 @@ def heatmap(samples: Rows, title: str = "") -> Figure:
         column of its own.
     Raises ValueError where no sample has a depth.
     """
-    mean, count = heat_grid(samples)
-    depths, lengths = list(mean.index), list(mean.columns)
-    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        height = 1.7 + 0.26 * max(5, min(len(depths), 14))
-        figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        depths = min(len(heat_grid(samples)[0]), 14)
+        figure = Figure(figsize=(WIDTH_IN, 1.7 + 0.26 * max(5, depths)), layout="constrained")
         ax = figure.subplots()
-        ax.set_facecolor("#F0F0F0")
-        image = ax.imshow(
-            np.ma.masked_invalid(mean.to_numpy()), cmap="cividis", vmin=0, vmax=1, aspect="auto"
-        )
-        if mean.size <= 80:
-            _write_cells(ax, mean)
-        _ticks(ax.set_xticks, [f"{length:,}" for length in lengths], most=10)
-        _ticks(ax.set_yticks, [f"{100 * depth:.0f}" for depth in depths], most=15)
+        image = draw_heat(ax, samples, title)
         ax.set_xlabel("context length (tokens)")
         ax.set_ylabel("depth of the needle (%)")
-        counts = count.to_numpy()
-        few, many = int(counts[counts > 0].min()), int(counts.max())
-        per_cell = f"n = {few}" if few == many else f"n = {few} to {many}"
-        missing = ", grey: not measured" if (counts == 0).any() else ""
-        heading = f"{title}\n" if title else ""
-        ax.set_title(f"{heading}{per_cell} per cell, {counts.sum()} in all{missing}", fontsize=9)
         figure.colorbar(image, ax=ax, label="mean score (0 to 1)", pad=0.02)
     return figure
+
+
+def draw_heat(ax: Axes, samples: Rows, title: str, *, written: bool = True) -> AxesImage:
+    """One map of `heatmap` on an Axes; written: the score of each cell where they are few."""
+    mean, count = heat_grid(samples)
+    depths, lengths = list(mean.index), list(mean.columns)
+    ax.set_facecolor("#F0F0F0")
+    ax.grid(visible=False)
+    image = ax.imshow(
+        np.ma.masked_invalid(mean.to_numpy()), cmap="cividis", vmin=0, vmax=1, aspect="auto"
+    )
+    if written and mean.size <= 80:
+        _write_cells(ax, mean)
+    _ticks(ax.set_xticks, [f"{length:,}" for length in lengths], most=10)
+    _ticks(ax.set_yticks, [f"{100 * depth:.0f}" for depth in depths], most=15)
+    counts = count.to_numpy()
+    few, many = int(counts[counts > 0].min()), int(counts.max())
+    per_cell = f"n = {few}" if few == many else f"n = {few} to {many}"
+    missing = ", grey: not measured" if (counts == 0).any() else ""
+    heading = f"{title}\n" if title else ""
+    ax.set_title(f"{heading}{per_cell} per cell, {counts.sum()} in all{missing}", fontsize=9)
+    return image
 
 
 def heat_grid(samples: Rows) -> tuple[pd.DataFrame, pd.DataFrame]:

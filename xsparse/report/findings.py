@@ -54,25 +54,29 @@ class Tolerance:
 
 
 def tolerances(rows: pd.DataFrame, floor: float = DENSE_FLOOR) -> list[Tolerance]:
-    """One answer per (task, length).
-
-    A loss is detected where delta < 0 and either Holm's p < 0.05 or the interval excludes 0. The
-    second condition is needed because Holm guards against false alarms: alone it would let a
-    point pass the more easily, the more points are tested.
-    """
+    """One answer per (task, length)."""
     return [
         _tolerance(text.task_name(key[0], key[1]), int(key[2]), group, floor)
         for key, group in load.panels(load.without_repeats(rows))
     ]
 
 
+def with_losses(group: pd.DataFrame) -> pd.DataFrame:
+    """The points of one (task, length), all with a p, with `p_adjusted` (Holm) and `lost`.
+
+    A loss is detected where delta < 0 and either Holm's p < 0.05 or the interval excludes 0. The
+    second condition is needed because Holm guards against false alarms: alone it would let a
+    point pass the more easily, the more points are tested.
+    """
+    adjusted = pd.Series(stats.holm(group["p_value"].tolist()), group.index, dtype="float64")
+    significant = (adjusted < stats.ALPHA) | (group["delta_high"] < 0)
+    return group.assign(p_adjusted=adjusted, lost=(group["delta"] < 0) & significant)
+
+
 def _tolerance(task: str, length: int, group: pd.DataFrame, floor: float) -> Tolerance:
-    tested = group[group["p_value"].notna() & group["mask_density"].notna()]
-    tested = tested.assign(p_adjusted=stats.holm(tested["p_value"].tolist()))
+    tested = with_losses(group[group["p_value"].notna() & group["mask_density"].notna()])
     dense = tested["dense_accuracy"].min() if len(tested) else float("nan")
-    significant = (tested["p_adjusted"] < stats.ALPHA) | (tested["delta_high"] < 0)
-    lost = (tested["delta"] < 0) & significant
-    kept = tested[~lost].sort_values("mask_density", kind="stable")
+    kept = tested[~tested["lost"]].sort_values("mask_density", kind="stable")
 
     best = kept.iloc[0] if len(kept) else None
     n = int(best["n"] if best is not None else group["n"].max())

@@ -128,6 +128,26 @@ def frame(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     return data.reset_index(drop=True)
 
 
+def write(rows: pd.DataFrame, stem: Path) -> None:
+    """Rows of `frame` as <stem>.csv and typed <stem>.parquet."""
+    rows = rows.copy()
+    rows.to_csv(stem.with_name(f"{stem.name}.csv"), index=False)
+    for column in (TEXT_COLUMNS | {"label", "state"}) & set(rows.columns):
+        rows[column] = rows[column].astype("string")
+    if rows["threshold"].dtype == object:
+        rows["threshold"] = rows["threshold"].astype("string")
+    rows.to_parquet(stem.with_name(f"{stem.name}.parquet"), index=False)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Stored rows, with the selector's own options (not a column of rows) in `options`."""
+    folder = RunFolder(run)
+    selector = folder.config().get("selector") or {}
+    options = selector if isinstance(selector, dict) else {}
+    named = " ".join(f"{k} {v}" for k, v in options.items() if k != "name")
+    return [{**row, "options": named or None} for row in folder.rows()]
+
+
 def is_dense(data: pd.DataFrame) -> pd.Series:
     """Whether a row is dense attention: `full` in prefill and, where it is named, in decode."""
     decode = data["decode_selector"]
@@ -295,15 +315,6 @@ def _point(run_id: str, overrides: str, run: Path | None, entry: Mapping[str, An
     error = str(entry.get("error") or status.get("error") or reasons.get(state, "")).strip()
     first_line = error.splitlines()[0] if error else ""
     return Point(run_id, overrides, state, first_line if state != DONE else "")
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Stored rows, with the selector's own options (not a column of rows) in `options`."""
-    folder = RunFolder(run)
-    selector = folder.config().get("selector") or {}
-    options = selector if isinstance(selector, dict) else {}
-    named = " ".join(f"{k} {v}" for k, v in options.items() if k != "name")
-    return [{**row, "options": named or None} for row in folder.rows()]
 
 
 def _read_json(file: Path) -> Any:

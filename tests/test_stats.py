@@ -190,6 +190,26 @@ def test_speedup_is_a_ratio_of_medians_and_needs_five_pairs_for_an_interval():
     assert (low, high) == pytest.approx((2, 2))
 
 
+def test_a_ratio_of_sums_weighs_prompts_by_their_size():
+    kept, causal = [10.0, 30.0, 20.0, 90.0, 25.0, 40.0], [100.0, 100.0, 50.0, 150.0, 50.0, 100.0]
+    ratio, low, high = stats.ratio_ci(kept, causal)
+    assert ratio == 215 / 550
+    assert low is not None
+    assert high is not None
+    # The error of a ratio by the delta method; a percentile interval of six is narrower.
+    residual = np.array(kept) - ratio * np.array(causal)
+    error = np.sqrt((residual**2).sum() / 5 * 6) / 550
+    assert 0.7 < (high - low) / (2 * 1.96 * error) < 1.1
+    assert low < ratio < high
+    assert stats.ratio_ci(kept[:4], causal[:4]) == (150 / 400, None, None)
+    assert stats.ratio_ci([0.0] * 5, [1.0] * 5) == (0.0, 0.0, 0.0)
+
+
+def test_a_ratio_of_sums_refuses_an_empty_denominator():
+    with pytest.raises(ValueError, match="above 0"):
+        stats.ratio_ci([1.0, 0.0], [1.0, 0.0])
+
+
 def test_speedup_refuses_zero_times():
     with pytest.raises(ValueError, match="above 0 s"):
         stats.speedup([1.0, 0.0], [1.0, 1.0])

@@ -22,6 +22,7 @@ STYLE = {
     "axes.titlesize": 8,
     "axes.labelsize": 8.5,
     "figure.titlesize": 8.5,
+    "figure.labelsize": 8.5,
     "legend.fontsize": 8,
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,

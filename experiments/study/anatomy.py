@@ -1,4 +1,5 @@
-"""One layer of a real model on one prompt: estimated scores, the mask made of them, the true mass.
+"""One layer of a real model on one prompt: estimated scores, the mask made of them, the true mass;
+and the thresholds per head that calibration makes of such masses.
 
 Runs the default model with dense attention, so that score and mass of a block come from the same
 queries and keys (as `xsparse.calibrate` sees them).
@@ -11,13 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
+import torch
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.study.panels import STYLE, WIDE_IN
+from xsparse import models, tasks
+from xsparse.calibrate.observe import observed
+from xsparse.cli import compose
+from xsparse.config import register
 from xsparse.ops.selection.fast import select_blocks
+from xsparse.report.figures import WIDTH_IN
 
 NEEDLE_COLOUR = "#D55E00"
+SMALLEST_SHARE = 1e-3  # shares below it look alike
 
 
 @dataclass(frozen=True)
@@ -66,13 +77,6 @@ def observe(
 
     Raises ValueError for a layer that the model does not have, and as run.py for other values.
     """
-    import torch
-
-    from xsparse import models, tasks
-    from xsparse.calibrate.observe import observed
-    from xsparse.cli import compose
-    from xsparse.config import register
-
     register()
     config = compose([f"model={model}", f"block_size={block_size}", f"stride={stride}"])
     layers = models.shape(config.model).layers
@@ -116,36 +120,53 @@ def draw(layer: Layer, head: int, threshold: float) -> Figure:
     density, recall = (x[head] for x in (layer.density(threshold), layer.recall(threshold)))
     panels = {
         "estimated share of a row": share,
-        f"mask at {threshold:g}: density {density:.0%}": mask.float(),
+        f"mask at {threshold:g}: density {density:.0%}": mask,
         f"true mass: {recall:.0%} is kept": mass,
     }
-    top = float(max(share.max(), mass.max()))
+    shares = LogNorm(vmin=SMALLEST_SHARE, vmax=1, clip=True)
     figure = Figure(figsize=(WIDE_IN, 3.2), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
-    image = None
+    later = torch.ones_like(mask).triu(1)
     for ax, (title, values) in zip(axes, panels.items(), strict=True):
-        is_mask = values is panels[list(panels)[1]]
-        drawn = ax.imshow(
-            values.numpy(),
-            cmap="Greys" if is_mask else "cividis",
-            vmin=0,
-            vmax=1 if is_mask else top,
+        is_mask = values is mask
+        shown = np.ma.array(values.float().numpy(), mask=later.numpy())
+        look = (
+            {"cmap": "Greys", "vmin": 0, "vmax": 1.4}
+            if is_mask
+            else {"cmap": "cividis", "norm": shares}
         )
-        image = image if is_mask else drawn
+        ax.imshow(shown, **look)
         ax.grid(visible=False)
         ax.set_title(title)
         ax.set_xlabel(f"key block ({layer.block_size} tokens)")
         if layer.needle_block is not None:
-            ax.axvline(layer.needle_block, color=NEEDLE_COLOUR, linewidth=1.0, linestyle=":")
+            ax.axvline(layer.needle_block, color=NEEDLE_COLOUR, linewidth=1.2, linestyle=":")
         if layer.question_block is not None:
             ax.axhline(layer.question_block, color=NEEDLE_COLOUR, linewidth=1.0, linestyle="--")
     axes[0].set_ylabel("query block")
-    assert image is not None
-    figure.colorbar(image, ax=list(axes), label="share of the row", pad=0.01)
+    scale = ScalarMappable(norm=shares, cmap="cividis")
+    figure.colorbar(scale, ax=list(axes), label="share of the row", pad=0.01)
     figure.suptitle(
         f"{layer.prompt} ({layer.tokens:,} tokens, n = 1), layer {layer.layer}, head {head}; "
         "dotted: needle, dashed: question"
     )
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_thresholds(content: Mapping[str, Any]) -> Figure:
+    """The table of a file of `xsparse.calibrate`, by layer and query head."""
+    figure = Figure(figsize=(WIDTH_IN, 3.6), layout="constrained")
+    ax = figure.subplots()
+    image = ax.imshow(content["table"], cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    ax.grid(visible=False)
+    ax.set_xlabel("query head")
+    ax.set_ylabel("layer")
+    ax.set_title(
+        f"{content['model']}: rows keep {content['coverage']:g} of the true mass\n"
+        f"n = {content['rows_per_head']} rows a head, {len(content['prompt_hashes'])} prompts"
+    )
+    figure.colorbar(image, ax=ax, label="threshold", pad=0.01)
     return figure
 
 

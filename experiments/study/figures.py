@@ -103,6 +103,26 @@ def tolerance(rows: pd.DataFrame) -> panels.Named:
 
 
 @panels.styled
+def differences(pairs: pd.DataFrame, names: tuple[str, str]) -> Figure:
+    """`tables.paired` drawn: the second point minus the first by task, a panel per length."""
+    lengths = sorted(pairs["length"].unique())
+    figure, axes = panels.grid(len(lengths), columns=2, height_in=2.2)
+    for ax, length in zip(axes, lengths, strict=True):
+        own = pairs[pairs["length"] == length]
+        ax.axhline(0, color=drawn.DENSE_COLOUR, linewidth=1.0, linestyle="--")
+        for at, row in enumerate(load.records(own)):
+            bounds = [100 * row[column] for column in ("delta", "low", "high")]
+            panels.point(ax, at, bounds, color=drawn.COLOURS[0], marker="o")
+        labels = [f"{task}\nn = {n}" for task, n in zip(own["task"], own["n"], strict=True)]
+        ax.set_xticks(range(len(own)), labels, rotation=0 if len(own) < 4 else 90)
+        ax.set_xlim(-0.6, len(own) - 0.4)
+        ax.set_title(text.tokens(length))
+        ax.set_ylabel("points")
+    figure.suptitle(f"{names[1]} minus {names[0]}; bars: paired 95 % interval")
+    return figure
+
+
+@panels.styled
 def niah(samples: pd.DataFrame) -> panels.Named:
     """Score by length and depth: dense beside the thresholds of `MAP_THRESHOLDS`."""
     found = samples[(samples["task"] == NIAH) & samples["depth"].notna()]

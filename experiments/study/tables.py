@@ -10,6 +10,7 @@ import pandas as pd
 
 from xsparse import stats
 from xsparse.report import load
+from xsparse.report.tables import Table
 from xsparse.rows import MACRO_TASK
 
 # What makes two rows the same point: all that may differ in a study but tasks and lengths.
@@ -56,6 +57,12 @@ def samples(folder: Path | str) -> pd.DataFrame:
     table = read(folder, "samples")
     text = table.select_dtypes("category").columns
     return table.astype(dict.fromkeys(text, object))
+
+
+def shown(table: Table) -> pd.DataFrame:
+    """A table of `xsparse.report.tables` as a frame, units in the column names."""
+    columns = [f"{title} ({unit})" if unit else title for title, unit in table.columns]
+    return pd.DataFrame(table.rows, columns=columns)
 
 
 def where(table: pd.DataFrame, key: Mapping[str, Any]) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from torch import Tensor
 from experiments.study.panels import STYLE, WIDE_IN
 from xsparse import models, tasks
 from xsparse.calibrate.observe import observed
-from xsparse.cli import compose
+from xsparse.cli import compose, name_model
 from xsparse.config import register
 from xsparse.ops.selection.fast import select_blocks
 from xsparse.report.figures import WIDTH_IN
@@ -78,7 +78,8 @@ def observe(
     Raises ValueError for a layer that the model does not have, and as run.py for other values.
     """
     register()
-    config = compose([f"model={model}", f"block_size={block_size}", f"stride={stride}"])
+    sizes = [f"block_size={block_size}", f"stride={stride}"]
+    config = compose([*name_model(f"model={model}"), *sizes])
     layers = models.shape(config.model).layers
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: allowed is 0 to {layers - 1}, what {model} has")

@@ -130,6 +130,7 @@ def sample_table(runs: dict[str, RunFolder]) -> pd.DataFrame:
         table[column] = table[column].astype("int32")
     for column in CATEGORIES:
         table[column] = table[column].astype("category")
+    table["threshold"] = load.thresholds(table["threshold"])
     if table["threshold"].dtype == object:
         table["threshold"] = table["threshold"].astype("string")
     order = ["run_id", "task", "length", "index"]

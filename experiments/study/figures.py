@@ -129,7 +129,7 @@ def niah(samples: pd.DataFrame) -> panels.Named:
     maps = {"dense": found[found["selector"] == load.DENSE]}
     own = tables.where(tables.unreduced(found), {"selector": "xattention"})
     for threshold in MAP_THRESHOLDS:
-        maps[f"xattention {threshold:g}"] = own[own["threshold"] == threshold]
+        maps[f"xattention {threshold:g}"] = tables.where(own, {"threshold": threshold})
     maps = {name: _one_each(lines) for name, lines in maps.items() if len(lines)}
     if not maps:
         raise ValueError(f"samples.parquet has no {NIAH} prompts of dense or these thresholds")

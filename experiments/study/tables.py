@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from xsparse import stats
 from xsparse.report import load
@@ -66,9 +67,14 @@ def shown(table: Table) -> pd.DataFrame:
 
 
 def where(table: pd.DataFrame, key: Mapping[str, Any]) -> pd.DataFrame:
-    """The lines that have these values; null is a value, too."""
+    """The lines that have these values; null is a value, too.
+
+    A threshold may be a number also where the column is text, for the sake of @file.json.
+    """
     mask = pd.Series(True, table.index)
     for column, value in key.items():
+        if isinstance(value, float) and pd.notna(value) and not is_numeric_dtype(table[column]):
+            value = f"{value:g}"
         mask &= table[column].isna() if pd.isna(value) else table[column] == value
     return table[mask]
 

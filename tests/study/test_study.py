@@ -138,6 +138,21 @@ def test_a_point_spread_over_runs_gets_its_mean(tmp_path):
     assert set(tables.as_selected(rows)["label"]) == {"dense", "xattention, τ 0.8"}
 
 
+def test_a_table_of_thresholds_stands_beside_numbers(tmp_path):
+    split_runs(tmp_path, ("niah",))
+    dense, sparse = (made_up.make_samples("niah", 2048, 8, s) for s in (None, POINT))
+    own = {**made_up.IDENTITY, "run_id": "by-head", "dense_run_id": "dense-niah"}
+    own |= {"selector": "xattention", "threshold": "@heads.json"}
+    made_up.write_run(tmp_path / "runs" / "by-head", build_rows(own, sparse, dense), sparse)
+    collect.write(tmp_path, tmp_path / "tables")
+    samples = tables.samples(tmp_path / "tables")
+    point = {"selector": "xattention", "threshold": 0.8}
+    assert set(tables.where(samples, point)["run_id"]) == {"own-niah"}
+    assert set(tables.where(samples, {"threshold": "@heads.json"})["run_id"]) == {"by-head"}
+    maps = figures.niah(samples)["niah"].axes[:2]
+    assert [ax.get_title(loc="left").split("\n")[0] for ax in maps] == ["dense", "xattention 0.8"]
+
+
 def test_runs_that_are_not_done_are_skipped_and_counted(tmp_path, capsys):
     split_runs(tmp_path, ("vt", "cwe"))
     status = tmp_path / "runs" / "own-cwe" / "status.json"
@@ -230,7 +245,7 @@ def bars(ax) -> list[tuple[float, float, float, float]]:
         line, _, (segments,) = container
         assert line is not None
         [[(_, low), (_, high)]] = segments.get_segments()
-        found.append((line.get_xdata()[0], line.get_ydata()[0], low, high))  # pyright: ignore
+        found.append((line.get_xdata()[0], line.get_ydata()[0], low, high))
     return found
 
 
@@ -322,8 +337,8 @@ def test_density_by_layer_and_head():
         "xattention, τ 0.8, stride 8",
     ]
     # Means over six prompts: index 0 to 5 takes 2.5 off.
-    assert maps[0].images[0].get_array().tolist() == [[87.5, 86.5], [77.5, 76.5]]  # pyright: ignore
-    assert maps[1].images[0].get_array().tolist() == [[77.5, 76.5], [67.5, 66.5]]  # pyright: ignore
+    assert maps[0].images[0].get_array().tolist() == [[87.5, 86.5], [77.5, 76.5]]
+    assert maps[1].images[0].get_array().tolist() == [[77.5, 76.5], [67.5, 66.5]]
     assert "82.0 [" in maps[0].get_title(loc="left")
     assert "n = 6" in maps[0].get_title(loc="left")
     by_layer = made["density_layers"].axes[0].lines

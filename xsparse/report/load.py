@@ -122,10 +122,22 @@ def frame(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> pd.DataFrame:
             data[column] = [_as_text(value) for value in data[column]]
         elif column != "threshold":
             data[column] = pd.to_numeric(data[column], errors="coerce").astype("float64")
-    data["threshold"] = _thresholds(data["threshold"])
+    data["threshold"] = thresholds(data["threshold"])
     if "label" not in data:
         data["label"], data["short_label"] = _labels(data)
     return data.reset_index(drop=True)
+
+
+def thresholds(values: pd.Series) -> pd.Series:
+    """Rounded, because a range in a sweep gives 0.7999999999999999; text where one is a file."""
+    numbers = pd.to_numeric(values, errors="coerce").astype("float64").round(6)
+    if (numbers.isna() == values.isna()).all():
+        return numbers
+    named = [
+        _as_text(value) if pd.isna(number) else f"{number:g}"
+        for value, number in zip(values, numbers, strict=True)
+    ]
+    return pd.Series(named, index=values.index, dtype=object)
 
 
 def write(rows: pd.DataFrame, stem: Path) -> None:
@@ -328,18 +340,6 @@ def _as_text(value: Any) -> str | None:
     if isinstance(value, dict | list):
         return json.dumps(value, sort_keys=True)
     return None if text.is_null(value) or value is pd.NA else str(value)
-
-
-def _thresholds(values: pd.Series) -> pd.Series:
-    """Rounded, because a range in a sweep gives 0.7999999999999999."""
-    numbers = pd.to_numeric(values, errors="coerce").astype("float64").round(6)
-    if (numbers.isna() == values.isna()).all():
-        return numbers
-    named = [
-        _as_text(value) if pd.isna(number) else f"{number:g}"
-        for value, number in zip(values, numbers, strict=True)
-    ]
-    return pd.Series(named, index=values.index, dtype=object)
 
 
 def _labels(data: pd.DataFrame) -> tuple[list[str], list[str]]:

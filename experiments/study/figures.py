@@ -17,7 +17,7 @@ from experiments.study import mask_figures, panels, tables
 from xsparse import stats
 from xsparse.report import figures as drawn
 from xsparse.report import load, text
-from xsparse.report.findings import with_losses
+from xsparse.report.findings import BUSY_SHARE, with_losses
 from xsparse.rows import MACRO_TASK
 
 MAP_THRESHOLDS = (0.9, 0.8)
@@ -29,7 +29,8 @@ def write(folder: Path, out: Path) -> list[str]:
     """Draw what the tables of `folder` allow into `out` as PNG and SVG; says what, in lines."""
     rows, samples = tables.rows(folder), tables.samples(folder)
     parts: dict[str, Callable[[], panels.Named]] = {
-        "pareto": lambda: pareto(rows),
+        "pareto_mask_density": lambda: pareto(rows, "mask_density"),
+        "pareto_prefill_speedup": lambda: pareto(rows, "prefill_speedup"),
         "tolerance": lambda: tolerance(rows),
         "niah": lambda: niah(samples),
         "heads": lambda: mask_figures.heads(tables.read(folder, "heads")),
@@ -50,14 +51,19 @@ def write(folder: Path, out: Path) -> list[str]:
     return lines
 
 
-def pareto(rows: pd.DataFrame) -> panels.Named:
-    """Accuracy against mask density and against measured speed-up, a panel per length."""
+def pareto(rows: pd.DataFrame, x: str) -> panels.Named:
+    """Accuracy against mask density or measured speed-up, a panel per length.
+
+    Raises ValueError where no sparse point has `x`, and for times of a machine that was busy.
+    """
     shown = tables.as_selected(rows)
     sparse = load.primary(load.split_dense(shown)[0])
-    axes = [x for x in ("mask_density", "prefill_speedup") if sparse[x].notna().any()]
-    if not axes:
-        raise ValueError("rows.parquet has no sparse point")
-    return {f"pareto_{x}": drawn.pareto(shown, x) for x in axes}
+    if not sparse[x].notna().any():
+        raise ValueError(f"no sparse row of rows.parquet has {x}")
+    share = shown["cpu_share"].min()
+    if x == "prefill_speedup" and share < BUSY_SHARE:
+        raise ValueError(f"the machine was busy (cpu_share {share:.2f}), its times say nothing")
+    return {f"pareto_{x}": drawn.pareto(shown, x)}
 
 
 @panels.styled

@@ -264,6 +264,15 @@ def test_figures_come_from_the_tables_alone_and_are_the_same_again(study, tmp_pa
     assert "no row of rows.parquet has mass_recall" in missing[1]
 
 
+def test_times_of_a_busy_machine_are_not_drawn(study):
+    rows = tables.rows(study)
+    assert figures.pareto(rows, "prefill_speedup")
+    with pytest.raises(ValueError, match=r"busy \(cpu_share 0.30\)"):
+        figures.pareto(rows.assign(cpu_share=0.3), "prefill_speedup")
+    with pytest.raises(ValueError, match="has prefill_speedup"):
+        figures.pareto(rows.assign(prefill_speedup=float("nan")), "prefill_speedup")
+
+
 def test_tolerance_shows_the_paired_difference(study):
     rows = tables.rows(study)
     made = figures.tolerance(rows)

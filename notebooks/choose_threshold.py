@@ -35,6 +35,7 @@ from xsparse.report import tables as report_tables
 from xsparse.report.findings import tolerances
 
 TABLES = Path("../results/published/cpu/knee")
+pd.set_option("display.max_colwidth", None)
 MODEL = "smollm2-135m-lc"
 BLOCK_SIZE = 32
 OUT = Path(tempfile.mkdtemp()) / f"thresholds-{MODEL}.json"  # anywhere

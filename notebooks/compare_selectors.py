@@ -62,7 +62,7 @@ display(figures.differences(pairs, names))
 # %%
 for name, lines in zip(names, (a, b), strict=True):
     for length, own in lines.groupby("length"):
-        mean, low, high = stats.mean_ci(own["mask_density"].astype(float).tolist())
+        mean, low, high = stats.ratio_ci(own["mask_density"].tolist(), [1.0] * len(own))
         print(
             f"{name}, {length} tokens: density {mean:.3f} [{low:.3f}, {high:.3f}], n = {len(own)}"
         )

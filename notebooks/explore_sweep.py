@@ -19,6 +19,7 @@
 # %matplotlib inline
 from pathlib import Path
 
+import pandas as pd
 from IPython.display import display
 
 from experiments.study import figures, tables
@@ -27,6 +28,7 @@ from xsparse.report import tables as report_tables
 from xsparse.report.findings import findings, tolerances
 
 TABLES = Path("../results/published/cpu/knee")
+pd.set_option("display.max_colwidth", None)
 
 # %% [markdown]
 # ## What to know before believing a number

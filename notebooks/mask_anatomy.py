@@ -77,7 +77,7 @@ for threshold in (0.0, 0.3, 0.6, 0.9):
         ("density", layer.density(threshold)),
         ("mass recall", layer.recall(threshold)),
     ):
-        mean, low, high = stats.mean_ci(values.double().clamp(0, 1).tolist())
+        mean, low, high = stats.ratio_ci(values.tolist(), [1.0] * len(values))
         line[name] = f"{mean:.3f} [{low:.3f}, {high:.3f}]"
     lines.append(line)
 display(pd.DataFrame(lines))

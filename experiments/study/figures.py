@@ -159,12 +159,13 @@ def mass(rows: pd.DataFrame, samples: pd.DataFrame) -> panels.Named:
 
     The oracle, which ranks blocks by that mass, is the bound; other points lie on it or below.
     """
-    measured = load.split_dense(rows)[0]
-    measured = measured[measured["mass_recall"].notna()]
+    sparse = load.split_dense(rows)[0]
+    measured = sparse[sparse["mass_recall"].notna()]
     if not len(measured):
         raise ValueError("no row of rows.parquet has mass_recall (mass_recall=true)")
     shown = load.primary(tables.as_selected(measured))
-    colours, markers = panels.looks(shown["selector"])
+    every, markers = panels.looks(sparse["selector"])  # as in the other figures
+    colours = {name: every[name] for name in sorted(shown["selector"].unique())}
     groups = load.panels(shown)
     figure, axes = panels.grid(len(groups), columns=2, height_in=2.4)
     for ax, (key, group) in zip(axes, groups, strict=True):
@@ -189,7 +190,9 @@ def mass(rows: pd.DataFrame, samples: pd.DataFrame) -> panels.Named:
         ax.set_xlim(0, 103)
     panels.edges(axes, "mask density (%)", "true mass kept (%)")
     panels.finish(
-        figure, panels.keys(colours, markers), "bars: 95 % interval over prompts; line: the bound"
+        figure,
+        panels.keys(colours, markers),
+        "bars: 95 % interval over prompts; line: oracle, the bound",
     )
     return {"mass_recall": figure}
 

@@ -54,10 +54,15 @@ def rows(folder: Path | str) -> pd.DataFrame:
 
 
 def samples(folder: Path | str) -> pd.DataFrame:
-    """One line per prompt, with text columns as text."""
+    """One line per prompt, with text columns as text; parameters that the table is older than are
+    those of the run's rows."""
     table = read(folder, "samples")
     text = table.select_dtypes("category").columns
-    return table.astype(dict.fromkeys(text, object))
+    table = table.astype(dict.fromkeys(text, object))
+    if newer := [column for column in POINT if column not in table]:
+        of_run = rows(folder).drop_duplicates("run_id").set_index("run_id")[newer]
+        table = table.join(of_run, on="run_id")
+    return table
 
 
 def shown(table: Table) -> pd.DataFrame:

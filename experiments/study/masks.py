@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from xsparse import cli, plan, selectors, store, tasks
 from xsparse.config import Config, register
 from xsparse.progress import Progress
+from xsparse.prompts import Source
 from xsparse.selectors import Selection, Selector, Site
 from xsparse.settings import CHOICES, ConfigError, Settings, refuse
 from xsparse.store.files import read_json, to_json, write_atomic
@@ -493,16 +494,9 @@ def _count(
 
 
 def _sample(loaded: "Loaded", prompt: Prompt) -> tasks.Sample:
-    config = prompt.config
-    task = tasks.build(
-        prompt.task,
-        loaded.tokenizer,
-        length=prompt.length,
-        seed=config.seed,
-        node=config.task,
-        chat_template_kwargs=config.model.chat_template_kwargs,
-    )
-    return task.sample(prompt.index)
+    source = Source(prompt.config.model, prompt.config.task, prompt.config.seed)
+    wanted = [(prompt.task, prompt.length, prompt.index)]
+    return next(source.samples(wanted, loaded.tokenizer))
 
 
 if __name__ == "__main__":

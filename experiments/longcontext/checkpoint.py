@@ -19,10 +19,8 @@ PART_BYTES = 15 * 2**20
 _INDEX = "checkpoint.json"
 
 
-def save(
-    folder: Path, step: int, state: dict[str, Any], identity: str, config: dict[str, Any]
-) -> Path:
-    """Write a checkpoint and remove the older ones. config: the keys, for whoever exports it."""
+def save(folder: Path, step: int, state: dict[str, Any], identity: str, **about: Any) -> Path:
+    """Write a checkpoint and remove the older ones. about: JSON for whoever exports it."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getbuffer()
@@ -37,7 +35,7 @@ def save(
         "parts": len(parts),
         "sha256": hashlib.sha256(content).hexdigest(),
         "identity": identity,
-        "config": config,
+        **about,
     }
     (temporary / _INDEX).write_text(json.dumps(index, indent=1))
     shutil.rmtree(final, ignore_errors=True)
@@ -54,14 +52,14 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def config_of(path: Path) -> dict[str, Any]:
-    """The keys of the training that a checkpoint is of."""
-    return json.loads((path / _INDEX).read_text())["config"]
+def about(path: Path) -> dict[str, Any]:
+    """What `save` was told of the training, its step and its identity."""
+    return json.loads((path / _INDEX).read_text())
 
 
 def load(path: Path, identity: str, device: Any) -> dict[str, Any]:
     """The state. ValueError if it is of another training or damaged."""
-    index = json.loads((path / _INDEX).read_text())
+    index = about(path)
     if index["identity"] != identity:
         raise ValueError(
             f"folder={path.parent}: its checkpoint is of another training (identity "

@@ -12,15 +12,15 @@ HERE = Path(__file__).parent
 _DATA_SOURCE = ("packs.py", "prompts.py", "material.py", "wordings.py", "data/*.txt")
 
 
-def training_identity(config: TrainConfig, base_sha256: str) -> str:
-    """12 hex digits of the keys and the base: what a checkpoint must agree with."""
-    text = json.dumps({"config": config.what_is_trained(), "base": base_sha256}, sort_keys=True)
+def training_identity(config: TrainConfig, weights_sha256: str) -> str:
+    """12 hex digits of the keys and the first weights: what a checkpoint must agree with."""
+    text = json.dumps({"config": config.what_is_trained(), "base": weights_sha256}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def recipe(config: TrainConfig, base_sha256: str) -> str:
-    """What an adapter says of its making: the training's identity and that of its data's source."""
+def recipe(training: str, steps: int) -> str:
+    """What an adapter says of its making: identities of the training and of its data's source."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _DATA_SOURCE for path in HERE.glob(pattern)):
         digest.update(path.read_bytes())
-    return f"{training_identity(config, base_sha256)}-{digest.hexdigest()[:12]}"
+    return f"{training}-{digest.hexdigest()[:12]}-{steps}"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 class Lora:
     """Factors in fp32 of every linear layer of a decoder but its output layer.
 
-    A is drawn like a linear layer's weights, B is zero: at first the model is its base.
+    A is drawn like a linear layer's weights, B is zero: at first the model is its base, until
+    `load_state` gives it the factors of an adapter.
     """
 
     def __init__(self, model: Any, *, rank: int, alpha: float, seed: int):

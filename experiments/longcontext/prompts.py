@@ -239,7 +239,7 @@ FAMILIES: dict[str, Callable[[random.Random, int], Draft]] = {
         retrieval, Variant("needles", key="uuids", value="uuids", keys=(1, 6))
     ),
     "niah_multivalue": partial(retrieval, Variant("prose", keys=(1, 3), values=(2, 6))),
-    "niah_multiquery": partial(retrieval, Variant("prose", keys=(4, 8), queries=(3, 5))),
+    "niah_multiquery": partial(retrieval, Variant("prose", keys=(4, 8), queries=(2, 4))),
     "vt": tracking,
     "cwe": common_words,
     "fwe": coded_words,

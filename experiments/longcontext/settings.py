@@ -72,8 +72,9 @@ class TrainConfig:
         )
 
     def what_is_trained(self) -> dict[str, Any]:
-        """The keys that decide the adapter."""
-        return {key: value for key, value in asdict(self).items() if key not in _MACHINE}
+        """The keys that decide the adapter; one that it begins from counts by its content."""
+        kept = {key: value for key, value in asdict(self).items() if key not in _MACHINE}
+        return kept | {"model": kept["model"] | {"adapter": None}}
 
 
 @dataclass
@@ -97,7 +98,7 @@ class EvaluateConfig:
 
 @dataclass
 class ExportConfig:
-    folder: str = MISSING
+    folders: list[str] = MISSING
     name: str = MISSING
     out: str = MISSING
     scores: str | None = None

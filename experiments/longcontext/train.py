@@ -115,6 +115,17 @@ class Trainer:
     def state(self, step: int) -> dict[str, Any]:
         return {"step": step, "lora": self.lora.state(), "optimizer": self.optimizer.state_dict()}
 
+    def begin_from(self, name: str) -> str:
+        """Take an adapter's factors; returns its recipe. ValueError if it is of another shape."""
+        path = adapter.find(name)
+        found, config = adapter.read(path), self.config
+        for key in ("rank", "alpha", *adapter.CONFIG_KEYS):
+            given, own = {**found.config, **asdict(found)}.get(key), getattr(config, key)
+            if given != own:
+                raise ValueError(f"{key}={own}: model.adapter={name} allows {given} alone")
+        self.lora.load_state(adapter.read_factors(path, found, str(self.device)))
+        return found.recipe
+
     def load_state(self, state: dict[str, Any]) -> None:
         self.lora.load_state(state["lora"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -128,7 +139,7 @@ def train(config: TrainConfig, started: float) -> Path:
     """
     recipe, folder = config.recipe(), Path(config.folder)
     files = fetch(config.model)
-    identity = training_identity(config, files.base_sha256)
+    identity = training_identity(config, files.weights_sha256)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,6 +152,7 @@ def train(config: TrainConfig, started: float) -> Path:
     model = load_base(config, device)
     with contextlib.closing(packs), packed(model) as attention:
         trainer = Trainer(model, attention, config)
+        begun_from = trainer.begin_from(config.model.adapter) if config.model.adapter else None
         step = first = 0
         if found := checkpoint.newest(folder):
             state = checkpoint.load(found, identity, model.device)
@@ -149,7 +161,14 @@ def train(config: TrainConfig, started: float) -> Path:
             log.info("going on from %s", found)
 
         def save(step: int) -> Path:
-            return checkpoint.save(folder, step, trainer.state(step), identity, asdict(config))
+            return checkpoint.save(
+                folder,
+                step,
+                trainer.state(step),
+                identity,
+                config=asdict(config),
+                begun_from=begun_from,
+            )
 
         journal = Journal(folder / "log.jsonl", first)
         saved = before = time.monotonic()
@@ -187,8 +206,6 @@ def train(config: TrainConfig, started: float) -> Path:
 
 def load_base(config: TrainConfig, device: str) -> Any:
     """The base in fp32, with the rotary base and positions of the adapter to be."""
-    if config.model.adapter is not None:
-        raise ValueError(f"model.adapter={config.model.adapter}: training starts from null")
     path = Path(config.folder) / "start.safetensors"
     adapter.write(path, describe(config, fetch(config.model).base_sha256, [], "start"), {})
     return load(replace(config.model, adapter=str(path)), dtype=torch.float32, device=device).model

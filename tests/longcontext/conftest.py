@@ -58,4 +58,4 @@ def config(base, tmp_path):
     """A training of the tiny model; `config(key=value)` replaces keys."""
     composed = compose("train", [*SMALL, f"folder={tmp_path / 'run'}"])
     node = ModelConfig(name="tiny", source="path", id=str(base))
-    return lambda **changes: replace(composed, model=node, **changes)
+    return lambda **changes: replace(composed, **{"model": node, **changes})

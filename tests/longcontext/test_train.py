@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def test_a_checkpoint_of_another_training_or_a_damaged_one_is_refused(config, tm
 def test_parts_are_small(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PART_BYTES", 1000)
     state = {"step": 1, "x": torch.arange(900)}
-    path = checkpoint.save(tmp_path, 1, state, "me", {})
+    path = checkpoint.save(tmp_path, 1, state, "me")
     sizes = [part.stat().st_size for part in path.glob("part-*")]
     assert len(sizes) > 7
     assert max(sizes) == 1000
@@ -180,7 +181,7 @@ def test_an_exported_adapter_is_the_trained_model(config, base, tmp_path):
     own = config()
     train(own, time.monotonic())
     written = export(
-        ExportConfig(folder=own.folder, name="small", out=str(tmp_path / "out"), machine="a CPU")
+        ExportConfig(folders=[own.folder], name="small", out=str(tmp_path / "out"), machine="a CPU")
     )
     path = tmp_path / "out" / "small.safetensors"
     assert written == str(path)
@@ -211,7 +212,7 @@ def test_an_exported_adapter_is_the_trained_model(config, base, tmp_path):
 
 def test_nothing_to_export(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint, train first"):
-        export(ExportConfig(folder=str(tmp_path), name="x", out=str(tmp_path), machine="a CPU"))
+        export(ExportConfig(folders=[str(tmp_path)], name="x", out=str(tmp_path), machine="a CPU"))
 
 
 def test_the_learning_rate_warms_up_and_falls(config):
@@ -224,7 +225,47 @@ def test_the_learning_rate_warms_up_and_falls(config):
     assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
 
 
-def test_training_starts_from_the_base(config):
-    own = config()
-    with pytest.raises(ValueError, match="training starts from null"):
-        load_base(replace(own, model=replace(own.model, adapter="x")), "cpu")
+@pytest.fixture
+def stages(config, tmp_path):
+    """A training and a second that goes on from its adapter, and where its file is."""
+    first = config()
+    train(first, time.monotonic())
+    export(ExportConfig(folders=[first.folder], name="one", out=str(tmp_path), machine="a CPU"))
+    path = str(tmp_path / "one.safetensors")
+    node = replace(first.model, adapter=path)
+    return first, config(model=node, folder=str(tmp_path / "two"), seed=5, steps=1), path
+
+
+def test_a_second_stage_begins_with_the_first_ones_adapter(stages, frame):
+    _, second, path = stages
+    model = load_base(second, "cpu")
+    with packed(model) as attention:
+        trainer = Trainer(model, attention, second)
+        trainer.begin_from(path)
+        trainer.lora.merge()
+        ids = torch.randint(3, 250, (1, 200), generator=torch.Generator().manual_seed(4))
+        attention.lengths = [200]
+        with torch.no_grad():
+            ours = model(ids, position_ids=positions([200], "cpu"), use_cache=False).logits
+            theirs = load(second.model, dtype="float32", device="cpu").model(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_stages_are_exported_in_their_order(stages, tmp_path):
+    first, second, path = stages
+    train(second, time.monotonic())
+    train(second, time.monotonic())  # goes on from its own checkpoint
+    out = {"name": "both", "out": str(tmp_path), "machine": "a CPU"}
+    export(ExportConfig(folders=[first.folder, second.folder], **out))
+    recipe = adapter.read(tmp_path / "both.safetensors").recipe
+    assert recipe.startswith(adapter.read(Path(path)).recipe + "+")
+    for folders in ([second.folder], [second.folder, first.folder], [first.folder] * 2):
+        with pytest.raises(ValueError, match="began from"):
+            export(ExportConfig(folders=folders, **out))
+
+
+@pytest.mark.parametrize("change", [{"rank": 8}, {"alpha": 1.0}, {"rope_theta": 1e4}])
+def test_an_adapter_of_another_shape_is_no_beginning(stages, change):
+    _, second, path = stages
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*allows .* alone"):
+        train(replace(second, **change), time.monotonic())

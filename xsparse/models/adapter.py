@@ -133,14 +133,13 @@ def merge(model: Any, adapter: Adapter, path: Path, dtype: torch.dtype) -> None:
     Raises ModelError if a target is no weight of the model or has another shape.
     """
     import torch
-    from safetensors.torch import load_file
 
     weights = dict(model.named_parameters())
-    matrices = load_file(path, device=str(model.device))
+    factors = read_factors(path, adapter, str(model.device))
     with torch.no_grad():
         for target in adapter.targets:
             weight = weights.get(f"{target}.weight")
-            a, b = (matrices[f"{target}.lora_{side}"].float() for side in "AB")
+            a, b = (factors[side][target].float() for side in "ab")
             if weight is None or weight.shape != (b.shape[0], a.shape[1]):
                 shape = None if weight is None else list(weight.shape)
                 raise ModelError(
@@ -152,6 +151,17 @@ def merge(model: Any, adapter: Adapter, path: Path, dtype: torch.dtype) -> None:
         for parameter in weights.values():
             parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
+
+
+def read_factors(path: Path, adapter: Adapter, device: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Matrices by target: `a` [rank, in] and `b` [out, rank]."""
+    from safetensors.torch import load_file
+
+    stored = load_file(path, device=device)
+    return {
+        side.lower(): {target: stored[f"{target}.lora_{side}"] for target in adapter.targets}
+        for side in "AB"
+    }
 
 
 def write(

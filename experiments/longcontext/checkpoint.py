@@ -57,14 +57,20 @@ def about(path: Path) -> dict[str, Any]:
     return json.loads((path / _INDEX).read_text())
 
 
-def load(path: Path, identity: str, device: Any) -> dict[str, Any]:
-    """The state. ValueError if it is of another training or damaged."""
+def check(path: Path, **expected: str) -> None:
+    """ValueError if a checkpoint is of another training: says other things than `expected`."""
     index = about(path)
-    if index["identity"] != identity:
-        raise ValueError(
-            f"folder={path.parent}: its checkpoint is of another training (identity "
-            f"{index['identity']}, this is {identity}); choose another folder"
-        )
+    for key, own in expected.items():
+        if index[key] != own:
+            raise ValueError(
+                f"folder={path.parent}: its checkpoint is of another training ({key} {index[key]}, "
+                f"this is {own}); choose another folder"
+            )
+
+
+def load(path: Path, device: Any) -> dict[str, Any]:
+    """The state. ValueError if it is damaged."""
+    index = about(path)
     content = b"".join((path / f"part-{i}").read_bytes() for i in range(index["parts"]))
     if hashlib.sha256(content).hexdigest() != index["sha256"]:
         raise ValueError(f"folder={path.parent}: {path.name} is damaged, remove it")

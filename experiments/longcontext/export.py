@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.longcontext import checkpoint, identity
+from experiments.longcontext import checkpoint
 from experiments.longcontext.evaluate import ScoreFile, table
 from experiments.longcontext.settings import ExportConfig, TrainConfig
 from experiments.longcontext.train import describe
@@ -23,11 +23,11 @@ LIMIT_BYTES = 16_000_000
 
 @dataclass(frozen=True)
 class Stage:
-    """A training that is done. recipe: its own; begun_from: that of the adapter it went on from."""
+    """A training that is done. recipe: identities of it and of its data's source, and its steps;
+    begun_from: the recipe of the adapter that it went on from."""
 
     folder: Path
     checkpoint: Path
-    training: str
     config: TrainConfig
     recipe: str
     begun_from: str | None
@@ -41,10 +41,9 @@ class Stage:
         return cls(
             folder,
             found,
-            about["identity"],
             TrainConfig.of(about["config"]),
-            identity.recipe(about["identity"], about["step"]),
-            about.get("begun_from"),
+            f"{about['identity']}-{about['data']}-{about['step']}",
+            about["begun_from"],
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -69,7 +68,7 @@ def export(config: ExportConfig) -> str:
         raise ValueError("folders=[]: name the folder of every stage of the training")
     trained = stages[-1].config
     base = fetch(replace(trained.model, adapter=None)).weights_sha256
-    state = checkpoint.load(stages[-1].checkpoint, stages[-1].training, "cpu")
+    state = checkpoint.load(stages[-1].checkpoint, "cpu")
     a, b = state["lora"]["a"], state["lora"]["b"]
     matrices = {name: (a[name].bfloat16(), b[name].bfloat16()) for name in a}
     size = sum(2 * matrix.numel() for pair in matrices.values() for matrix in pair)
@@ -119,19 +118,19 @@ def card(config: ExportConfig, stages: list[Stage], recipe: str, scores: ScoreFi
     return "\n\n".join(
         [
             f"# {config.name}",
-            paragraph(what),
+            _paragraph(what),
             "## Data",
-            paragraph(data),
+            _paragraph(data),
             "## Recipe",
             *(_made(stage, config.machine) for stage in stages),
             f"Recipe `{recipe}`.",
             "## Scores",
-            paragraph(scored),
+            _paragraph(scored),
             table(scores.scores, None),
             "## Limits",
-            paragraph(limits),
+            _paragraph(limits),
             "## Licence",
-            paragraph(licence) + "\n",
+            _paragraph(licence) + "\n",
         ]
     )
 
@@ -144,7 +143,7 @@ def _made(stage: Stage, machine: str) -> str:
     phases = ", ".join(f"{p.steps} steps of {p.shortest}-{p.longest}" for p in trained.phases)
     mixture = ", ".join(f"{name} {weight:g}" for name, weight in trained.mixture.items())
     begun = "From the base" if stage.begun_from is None else "Then from that adapter"
-    return paragraph(
+    return _paragraph(
         f"""{begun}: {len(rows)} steps of {trained.accumulate} packs of {trained.pack_tokens:,}
         tokens, {tokens / 1e6:.1f} million tokens in {seconds / 60:.1f} minutes
         ({tokens / max(seconds, 1e-9):,.0f} tokens/s) on {machine}. Lengths, log-uniform in tokens:
@@ -155,5 +154,5 @@ def _made(stage: Stage, machine: str) -> str:
     )
 
 
-def paragraph(text: str) -> str:
+def _paragraph(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 99, break_on_hyphens=False)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from experiments.longcontext import checkpoint
 from experiments.longcontext.attention import PackedAttention, packed, positions
-from experiments.longcontext.identity import training_identity
+from experiments.longcontext.identity import data_source, training_identity
 from experiments.longcontext.lora import Lora
 from experiments.longcontext.packs import TEXT, Pack, Packs
 from experiments.longcontext.settings import TrainConfig
@@ -119,10 +119,12 @@ class Trainer:
         """Take an adapter's factors; returns its recipe. ValueError if it is of another shape."""
         path = adapter.find(name)
         found, config = adapter.read(path), self.config
+        given = {"rank": found.rank, "alpha": found.alpha, **found.config}
         for key in ("rank", "alpha", *adapter.CONFIG_KEYS):
-            given, own = {**found.config, **asdict(found)}.get(key), getattr(config, key)
-            if given != own:
-                raise ValueError(f"{key}={own}: model.adapter={name} allows {given} alone")
+            if given.get(key) != (own := getattr(config, key)):
+                raise ValueError(f"{key}={own}: model.adapter={name} allows {given.get(key)} alone")
+        if missing := sorted(set(self.lora.targets) ^ set(found.targets)):
+            raise ValueError(f"model.adapter={name}: {missing[0]} is not in both it and the model")
         self.lora.load_state(adapter.read_factors(path, found, str(self.device)))
         return found.recipe
 
@@ -139,7 +141,7 @@ def train(config: TrainConfig, started: float) -> Path:
     """
     recipe, folder = config.recipe(), Path(config.folder)
     files = fetch(config.model)
-    identity = training_identity(config, files.weights_sha256)
+    identity, data = training_identity(config, files.weights_sha256), data_source()
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -155,7 +157,8 @@ def train(config: TrainConfig, started: float) -> Path:
         begun_from = trainer.begin_from(config.model.adapter) if config.model.adapter else None
         step = first = 0
         if found := checkpoint.newest(folder):
-            state = checkpoint.load(found, identity, model.device)
+            checkpoint.check(found, identity=identity, data=data)
+            state = checkpoint.load(found, model.device)
             trainer.load_state(state)
             step = first = state["step"]
             log.info("going on from %s", found)
@@ -166,6 +169,7 @@ def train(config: TrainConfig, started: float) -> Path:
                 step,
                 trainer.state(step),
                 identity,
+                data=data,
                 config=asdict(config),
                 begun_from=begun_from,
             )

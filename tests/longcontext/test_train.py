@@ -29,8 +29,7 @@ def learned_state(folder):
     """Factors of the newest checkpoint."""
     path = checkpoint.newest(folder)
     assert path is not None
-    index = json.loads((path / "checkpoint.json").read_text())
-    return checkpoint.load(path, index["identity"], "cpu")
+    return checkpoint.load(path, "cpu")
 
 
 def test_packing_equals_separate_documents(model):
@@ -174,7 +173,7 @@ def test_parts_are_small(tmp_path, monkeypatch):
     sizes = [part.stat().st_size for part in path.glob("part-*")]
     assert len(sizes) > 7
     assert max(sizes) == 1000
-    assert torch.equal(checkpoint.load(path, "me", "cpu")["x"], state["x"])
+    assert torch.equal(checkpoint.load(path, "cpu")["x"], state["x"])
 
 
 def test_an_exported_adapter_is_the_trained_model(config, base, tmp_path):
@@ -269,3 +268,29 @@ def test_an_adapter_of_another_shape_is_no_beginning(stages, change):
     _, second, path = stages
     with pytest.raises(ValueError, match=f"{next(iter(change))}=.*allows .* alone"):
         train(replace(second, **change), time.monotonic())
+
+
+def test_an_adapter_of_some_layers_is_no_beginning(stages):
+    _, second, path = stages
+    found = adapter.read(Path(path))
+    factors = adapter.read_factors(Path(path), found, "cpu")
+    fewer = replace(found, targets=found.targets[1:])
+    pairs = {name: (factors["a"][name], factors["b"][name]) for name in fewer.targets}
+    adapter.write(Path(path), fewer, pairs)
+    with pytest.raises(ValueError, match=f"{found.targets[0]} is not in both"):
+        train(second, time.monotonic())
+
+
+def test_a_recipe_names_the_source_that_made_its_data(config, tmp_path, monkeypatch):
+    """Not the source at the time of the export; and with another nothing goes on."""
+    from experiments.longcontext import identity
+
+    own = config(steps=1)
+    train(own, time.monotonic())
+    before = identity.data_source()
+    monkeypatch.setattr(identity, "_DATA_SOURCE", ("lora.py",))
+    assert identity.data_source() != before
+    export(ExportConfig(folders=[own.folder], name="x", out=str(tmp_path), machine="a CPU"))
+    assert adapter.read(tmp_path / "x.safetensors").recipe.split("-")[1] == before
+    with pytest.raises(ValueError, match=f"of another training \\(data {before}"):
+        train(own, time.monotonic())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,58 +23,49 @@ LIMIT_BYTES = 16_000_000
 
 @dataclass(frozen=True)
 class Stage:
-    """A training that is done. recipe: identities of it and of its data's source, and its steps;
-    begun_from: the recipe of the adapter that it went on from."""
+    """A training that is done: what an adapter's header keeps of it.
 
-    folder: Path
-    checkpoint: Path
-    config: TrainConfig
+    recipe: identities of it and of its data's source, and its steps. seconds: of all steps."""
+
     recipe: str
-    begun_from: str | None
+    config: TrainConfig
+    steps: int
+    seconds: float
+    machine: str
 
     @classmethod
-    def of(cls, folder: Path) -> Stage:
-        found = checkpoint.newest(folder)
-        if found is None:
-            raise ValueError(f"folders: {folder} holds no checkpoint, train first")
-        about = checkpoint.about(found)
-        return cls(
-            folder,
-            found,
-            TrainConfig.of(about["config"]),
-            f"{about['identity']}-{about['data']}-{about['step']}",
-            about["begun_from"],
-        )
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The training's log, a row a step."""
-        lines = (self.folder / "log.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+    def of(cls, plain: dict[str, Any]) -> Stage:
+        """From what `asdict` made of one."""
+        return cls(**{**plain, "config": TrainConfig.of(plain["config"])})
 
 
 def export(config: ExportConfig) -> str:
     """Write the files; returns their names. ValueError without checkpoint or for other scores."""
-    path = Path(config.out) / f"{config.name}.safetensors"
-    stages = [Stage.of(Path(folder)) for folder in config.folders]
-    recipe = None
-    for stage in stages:
-        if stage.begun_from != recipe:
-            raise ValueError(
-                f"folders: {stage.folder} began from {stage.begun_from or 'the base'}, "
-                f"the one before it ends with {recipe or 'the base'}"
-            )
-        recipe = stage.recipe if recipe is None else f"{recipe}+{stage.recipe}"
-    if recipe is None:
-        raise ValueError("folders=[]: name the folder of every stage of the training")
-    trained = stages[-1].config
+    folder = Path(config.folder)
+    found = checkpoint.newest(folder)
+    if found is None:
+        raise ValueError(f"folder={folder}: holds no checkpoint, train first")
+    about = checkpoint.about(found)
+    trained = TrainConfig.of(about["config"])
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    stage = Stage(
+        recipe=f"{about['identity']}-{about['data']}-{about['step']}",
+        config=trained,
+        steps=len(rows),
+        seconds=round(sum(row["step_s"] for row in rows), 1),
+        machine=config.machine,
+    )
+    stages = [*about["stages"], asdict(stage)]
     base = fetch(replace(trained.model, adapter=None)).weights_sha256
-    state = checkpoint.load(stages[-1].checkpoint, "cpu")
+    state = checkpoint.load(found, "cpu")
     a, b = state["lora"]["a"], state["lora"]["b"]
     matrices = {name: (a[name].bfloat16(), b[name].bfloat16()) for name in a}
     size = sum(2 * matrix.numel() for pair in matrices.values() for matrix in pair)
     if size > LIMIT_BYTES:
         raise ValueError(f"rank={trained.rank}: {size} bytes, allowed is <= {LIMIT_BYTES}")
-    adapter.write(path, describe(trained, base, list(matrices), recipe), matrices)
+    path = Path(config.out) / f"{config.name}.safetensors"
+    described = describe(trained, base, list(matrices), stages)
+    adapter.write(path, described, matrices)
     written = [path]
     if config.scores:
         scores = ScoreFile.read(Path(config.scores))
@@ -83,12 +74,13 @@ def export(config: ExportConfig) -> str:
             raise ValueError(f"scores={config.scores}: of other weights than {path}")
         written += [path.with_suffix(".json"), path.with_suffix(".md")]
         scores.write(written[1])
-        written[2].write_text(card(config, stages, recipe, scores))
+        written[2].write_text(card(config.name, described, scores))
     return "\n".join(map(str, written))
 
 
-def card(config: ExportConfig, stages: list[Stage], recipe: str, scores: ScoreFile) -> str:
+def card(name: str, described: adapter.Adapter, scores: ScoreFile) -> str:
     """The model card, in Markdown."""
+    stages = [Stage.of(stage) for stage in described.stages]
     trained = stages[-1].config
     longest = max(phase.longest for stage in stages for phase in stage.config.phases)
     counts = sorted({cell.n for row in scores.scores.values() for cell in row.values()})
@@ -117,13 +109,14 @@ def card(config: ExportConfig, stages: list[Stage], recipe: str, scores: ScoreFi
         CC BY 3.0 US, by the Electronic Frontier Foundation; the adapter contains no text of it."""
     return "\n\n".join(
         [
-            f"# {config.name}",
+            f"# {name}",
             _paragraph(what),
             "## Data",
             _paragraph(data),
             "## Recipe",
-            *(_made(stage, config.machine) for stage in stages),
-            f"Recipe `{recipe}`.",
+            _made("From the base", stages[0]),
+            *(_made("Then from that adapter", stage) for stage in stages[1:]),
+            f"Recipe `{described.recipe}`.",
             "## Scores",
             _paragraph(scored),
             table(scores.scores, None),
@@ -135,19 +128,17 @@ def card(config: ExportConfig, stages: list[Stage], recipe: str, scores: ScoreFi
     )
 
 
-def _made(stage: Stage, machine: str) -> str:
+def _made(begun: str, stage: Stage) -> str:
     """How a stage was trained."""
-    trained, rows = stage.config, stage.rows()
-    tokens = len(rows) * trained.pack_tokens * trained.accumulate
-    seconds = sum(row["step_s"] for row in rows)
+    trained = stage.config
+    tokens = stage.steps * trained.pack_tokens * trained.accumulate
     phases = ", ".join(f"{p.steps} steps of {p.shortest}-{p.longest}" for p in trained.phases)
     mixture = ", ".join(f"{name} {weight:g}" for name, weight in trained.mixture.items())
-    begun = "From the base" if stage.begun_from is None else "Then from that adapter"
     return _paragraph(
-        f"""{begun}: {len(rows)} steps of {trained.accumulate} packs of {trained.pack_tokens:,}
-        tokens, {tokens / 1e6:.1f} million tokens in {seconds / 60:.1f} minutes
-        ({tokens / max(seconds, 1e-9):,.0f} tokens/s) on {machine}. Lengths, log-uniform in tokens:
-        {phases}. Weights of the mixture: {mixture}. Loss on the answers, and
+        f"""{begun}: {stage.steps} steps of {trained.accumulate} packs of {trained.pack_tokens:,}
+        tokens, {tokens / 1e6:.1f} million tokens in {stage.seconds / 60:.1f} minutes
+        ({tokens / max(stage.seconds, 1e-9):,.0f} tokens/s) on {stage.machine}. Lengths, log-uniform
+        in tokens: {phases}. Weights of the mixture: {mixture}. Loss on the answers, and
         {trained.text_weight:g} of the mean loss of plain text. AdamW, peak learning rate
         {trained.learning_rate:g}, {trained.warmup_steps} steps of warm-up, cosine. Seed
         {trained.seed}."""

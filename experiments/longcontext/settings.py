@@ -98,7 +98,7 @@ class EvaluateConfig:
 
 @dataclass
 class ExportConfig:
-    folders: list[str] = MISSING
+    folder: str = MISSING
     name: str = MISSING
     out: str = MISSING
     scores: str | None = None

@@ -115,8 +115,8 @@ class Trainer:
     def state(self, step: int) -> dict[str, Any]:
         return {"step": step, "lora": self.lora.state(), "optimizer": self.optimizer.state_dict()}
 
-    def begin_from(self, name: str) -> str:
-        """Take an adapter's factors; returns its recipe. ValueError if it is of another shape."""
+    def begin_from(self, name: str) -> list[dict[str, Any]]:
+        """Take an adapter's factors; returns its stages. ValueError if it is of another shape."""
         path = adapter.find(name)
         found, config = adapter.read(path), self.config
         given = {"rank": found.rank, "alpha": found.alpha, **found.config}
@@ -126,7 +126,7 @@ class Trainer:
         if missing := sorted(set(self.lora.targets) ^ set(found.targets)):
             raise ValueError(f"model.adapter={name}: {missing[0]} is not in both it and the model")
         self.lora.load_state(adapter.read_factors(path, found, str(self.device)))
-        return found.recipe
+        return found.stages
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.lora.load_state(state["lora"])
@@ -154,7 +154,7 @@ def train(config: TrainConfig, started: float) -> Path:
     model = load_base(config, device)
     with contextlib.closing(packs), packed(model) as attention:
         trainer = Trainer(model, attention, config)
-        begun_from = trainer.begin_from(config.model.adapter) if config.model.adapter else None
+        stages = trainer.begin_from(config.model.adapter) if config.model.adapter else []
         step = first = 0
         if found := checkpoint.newest(folder):
             checkpoint.check(found, identity=identity, data=data)
@@ -171,7 +171,7 @@ def train(config: TrainConfig, started: float) -> Path:
                 identity,
                 data=data,
                 config=asdict(config),
-                begun_from=begun_from,
+                stages=stages,
             )
 
         journal = Journal(folder / "log.jsonl", first)
@@ -211,11 +211,14 @@ def train(config: TrainConfig, started: float) -> Path:
 def load_base(config: TrainConfig, device: str) -> Any:
     """The base in fp32, with the rotary base and positions of the adapter to be."""
     path = Path(config.folder) / "start.safetensors"
-    adapter.write(path, describe(config, fetch(config.model).base_sha256, [], "start"), {})
+    adapter.write(path, describe(config, fetch(config.model).base_sha256, [], []), {})
     return load(replace(config.model, adapter=str(path)), dtype=torch.float32, device=device).model
 
 
-def describe(config: TrainConfig, base: str, targets: list[str], recipe: str) -> adapter.Adapter:
+def describe(
+    config: TrainConfig, base: str, targets: list[str], stages: list[dict[str, Any]]
+) -> adapter.Adapter:
+    """The header of an adapter. stages: see export.py"""
     return adapter.Adapter(
         format_version=adapter.FORMAT_VERSION,
         base=base,
@@ -226,7 +229,8 @@ def describe(config: TrainConfig, base: str, targets: list[str], recipe: str) ->
             "rope_theta": config.rope_theta,
             "max_position_embeddings": config.max_position_embeddings,
         },
-        recipe=recipe,
+        recipe="+".join(stage["recipe"] for stage in stages),
+        stages=stages,
     )
 
 

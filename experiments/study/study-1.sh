@@ -3,6 +3,8 @@
 # the script may be stopped at any time and started again.
 #
 #   RESULTS=results sh experiments/study/study-1.sh main|ablation|grid
+#
+# SAMPLES=20 makes the main part's first prompts of every point; later more of them are added.
 set -e
 RESULTS=${RESULTS:-results}
 run() { "${PYTHON:-python}" run.py -m experiment=study_1 tracker=disabled results="$RESULTS" "$@"; }
@@ -10,10 +12,9 @@ three="task.name=ablation task.tasks=[niah_multikey_2,niah_multiquery,vt] length
 
 case $1 in
 main) # eight points, 50 paired prompts a cell
-    run selector=full
-    run selector=xattention threshold=0.9,0.7,0.5
-    run selector=strided_k,minmax,oracle_topp threshold=0.9
-    run selector=random selector.density=0.3
+    n="samples=${SAMPLES:-50}"
+    run $n selector=full,xattention,strided_k,minmax,oracle_topp,random threshold=0.9
+    run $n selector=xattention threshold=0.7,0.5
     ;;
 ablation) # three tasks at two lengths, 20 paired prompts a cell
     run $three selector=full

@@ -148,7 +148,7 @@ def test_the_card_of_an_export(config, base, evaluation, tmp_path):
     own = config(steps=1)
     train(own, time.monotonic())
     place = ExportConfig(
-        folders=[own.folder], name="small", out=str(tmp_path / "out"), machine="a CPU"
+        folder=own.folder, name="small", out=str(tmp_path / "out"), machine="a CPU"
     )
     export(place)
     node = ModelConfig(
@@ -186,7 +186,7 @@ def test_the_card_of_an_export(config, base, evaluation, tmp_path):
         (["train", "mixture.niah=1"], "mixture"),
         (["evaluate", "model.adapter=absent"], "model.adapter=absent: no such file"),
         (["evaluate", "samples=0"], "samples=0: allowed is >= 1"),
-        (["export", "folders=[absent]"], "folders: absent holds no checkpoint"),
+        (["export", "folder=absent"], "folder=absent: holds no checkpoint"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments, message, capsys, base):

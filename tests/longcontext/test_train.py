@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from experiments.longcontext import checkpoint, packs
 from experiments.longcontext.attention import packed, positions
-from experiments.longcontext.export import export
+from experiments.longcontext.export import Stage, export
 from experiments.longcontext.lora import Lora
 from experiments.longcontext.settings import ExportConfig
 from experiments.longcontext.train import Trainer, learning_rate, load_base, train
@@ -180,7 +180,7 @@ def test_an_exported_adapter_is_the_trained_model(config, base, tmp_path):
     own = config()
     train(own, time.monotonic())
     written = export(
-        ExportConfig(folders=[own.folder], name="small", out=str(tmp_path / "out"), machine="a CPU")
+        ExportConfig(folder=own.folder, name="small", out=str(tmp_path / "out"), machine="a CPU")
     )
     path = tmp_path / "out" / "small.safetensors"
     assert written == str(path)
@@ -211,7 +211,7 @@ def test_an_exported_adapter_is_the_trained_model(config, base, tmp_path):
 
 def test_nothing_to_export(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint, train first"):
-        export(ExportConfig(folders=[str(tmp_path)], name="x", out=str(tmp_path), machine="a CPU"))
+        export(ExportConfig(folder=str(tmp_path), name="x", out=str(tmp_path), machine="a CPU"))
 
 
 def test_the_learning_rate_warms_up_and_falls(config):
@@ -229,7 +229,7 @@ def stages(config, tmp_path):
     """A training and a second that goes on from its adapter, and where its file is."""
     first = config()
     train(first, time.monotonic())
-    export(ExportConfig(folders=[first.folder], name="one", out=str(tmp_path), machine="a CPU"))
+    export(ExportConfig(folder=first.folder, name="one", out=str(tmp_path), machine="a CPU"))
     path = str(tmp_path / "one.safetensors")
     node = replace(first.model, adapter=path)
     return first, config(model=node, folder=str(tmp_path / "two"), seed=5, steps=1), path
@@ -250,17 +250,20 @@ def test_a_second_stage_begins_with_the_first_ones_adapter(stages, frame):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_stages_are_exported_in_their_order(stages, tmp_path):
+def test_an_adapter_tells_of_every_stage_it_went_through(stages, tmp_path):
     first, second, path = stages
     train(second, time.monotonic())
     train(second, time.monotonic())  # goes on from its own checkpoint
-    out = {"name": "both", "out": str(tmp_path), "machine": "a CPU"}
-    export(ExportConfig(folders=[first.folder, second.folder], **out))
-    recipe = adapter.read(tmp_path / "both.safetensors").recipe
-    assert recipe.startswith(adapter.read(Path(path)).recipe + "+")
-    for folders in ([second.folder], [second.folder, first.folder], [first.folder] * 2):
-        with pytest.raises(ValueError, match="began from"):
-            export(ExportConfig(folders=folders, **out))
+    export(ExportConfig(folder=second.folder, name="both", out=str(tmp_path), machine="a GPU"))
+    one, both = adapter.read(Path(path)), adapter.read(tmp_path / "both.safetensors")
+    assert both.stages[:1] == one.stages
+    assert both.recipe == "+".join(stage["recipe"] for stage in both.stages)
+    stored = [Stage.of(stage) for stage in both.stages]
+    assert [stage.config for stage in stored] == [first, second]
+    assert [stage.steps for stage in stored] == [6, 2]
+    assert [stage.machine for stage in stored] == ["a CPU", "a GPU"]
+    rows = [json.loads(r) for r in (Path(first.folder) / "log.jsonl").read_text().splitlines()]
+    assert stored[0].seconds == pytest.approx(sum(row["step_s"] for row in rows), abs=0.06)
 
 
 @pytest.mark.parametrize("change", [{"rank": 8}, {"alpha": 1.0}, {"rope_theta": 1e4}])
@@ -290,7 +293,7 @@ def test_a_recipe_names_the_source_that_made_its_data(config, tmp_path, monkeypa
     before = identity.data_source()
     monkeypatch.setattr(identity, "_DATA_SOURCE", ("lora.py",))
     assert identity.data_source() != before
-    export(ExportConfig(folders=[own.folder], name="x", out=str(tmp_path), machine="a CPU"))
+    export(ExportConfig(folder=own.folder, name="x", out=str(tmp_path), machine="a CPU"))
     assert adapter.read(tmp_path / "x.safetensors").recipe.split("-")[1] == before
     with pytest.raises(ValueError, match=f"of another training \\(data {before}"):
         train(own, time.monotonic())

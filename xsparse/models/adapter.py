@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ class Adapter:
     config: dict[str, Any]
     recipe: str
     """Identity of the training: configuration and source."""
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """A record of each training that it went through, in order; for those who go on from it."""
 
     @property
     def scale(self) -> float:
@@ -63,7 +65,7 @@ def read(path: Path) -> Adapter:
     """The header of an adapter file, checked. ModelError for anything else."""
     header = _header(path)
     try:
-        stored = json.loads(header["__metadata__"]["adapter"])
+        stored = {"stages": [], **json.loads(header["__metadata__"]["adapter"])}
         adapter = Adapter(**{field.name: stored[field.name] for field in fields(Adapter)})
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(

@@ -119,6 +119,8 @@ class Trainer:
         """Take an adapter's factors; returns its stages. ValueError if it is of another shape."""
         path = adapter.find(name)
         found, config = adapter.read(path), self.config
+        if not found.stages:  # it would be published as if this had begun from the base
+            raise ValueError(f"model.adapter={name}: its header does not say how it was trained")
         given = {"rank": found.rank, "alpha": found.alpha, **found.config}
         for key in ("rank", "alpha", *adapter.CONFIG_KEYS):
             if given.get(key) != (own := getattr(config, key)):

@@ -11,7 +11,7 @@ run() { "${PYTHON:-python}" run.py -m experiment=study_1 tracker=disabled result
 three="task.name=ablation task.tasks=[niah_multikey_2,niah_multiquery,vt] length=[8192,32768] samples=20"
 
 case $1 in
-main) # eight points, 50 paired prompts a cell
+main) # eight points, 50 paired prompts a cell; random keeps 0.3, its default
     n="samples=${SAMPLES:-50}"
     run $n selector=full,xattention,strided_k,minmax,oracle_topp,random threshold=0.9
     run $n selector=xattention threshold=0.7,0.5

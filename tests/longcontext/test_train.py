@@ -273,6 +273,16 @@ def test_an_adapter_of_another_shape_is_no_beginning(stages, change):
         train(replace(second, **change), time.monotonic())
 
 
+def test_an_adapter_without_a_record_is_no_beginning(stages):
+    _, second, path = stages
+    found = adapter.read(Path(path))
+    factors = adapter.read_factors(Path(path), found, "cpu")
+    pairs = {name: (factors["a"][name], factors["b"][name]) for name in found.targets}
+    adapter.write(Path(path), replace(found, stages=[]), pairs)
+    with pytest.raises(ValueError, match="does not say how it was trained"):
+        train(second, time.monotonic())
+
+
 def test_an_adapter_of_some_layers_is_no_beginning(stages):
     _, second, path = stages
     found = adapter.read(Path(path))
